@@ -1,0 +1,346 @@
+"""Every error of the engine: one tree, grouped by what a caller can do about it.
+
+    DcpEngineError
+    ├── UsageError (ValueError)            fix the call
+    │   ├── InvalidOptionError             an argument is out of range; the message names what is valid
+    │   └── UnsupportedModeError           a mode of DCP that this engine refuses
+    ├── StateError                         fix the state that was handed in
+    │   ├── UnencodableObjectError         a value that the format has no type for
+    │   ├── UnsupportedTensorError         a dtype, layout or placement that cannot be stored
+    │   ├── DuplicateKeyError              two values would get one name
+    │   ├── ReplicaMismatchError           ranks hold different values under one key
+    │   ├── KeyMismatchError               missing or unexpected keys
+    │   ├── ShapeMismatchError             one key, two shapes
+    │   ├── DtypeMismatchError             one key, two dtypes, and the policy forbids a cast
+    │   └── KindMismatchError              a tensor on one side, an object on the other
+    ├── CheckpointNotFoundError            look elsewhere, or start afresh on purpose
+    │   └── IncompleteCheckpointError      an attempt that was never committed
+    ├── UnsupportedVersionError            upgrade the engine
+    ├── CorruptCheckpointError             take another checkpoint
+    │   ├── MissingFileError               a file that the manifest names is not there
+    │   ├── TruncatedFileError             a file is shorter or longer than it must be
+    │   ├── DigestMismatchError            bytes are not the ones that were written
+    │   ├── MalformedCheckpointError       bytes that no writer of ours produces
+    │   └── LimitExceededError             a size beyond the format's limits
+    ├── UntrustedDataError                 opaque (pickled) data, refused unless asked for
+    ├── StorageError                       the storage failed; repair it, then try again
+    │   ├── StorageFullError               no space or quota left
+    │   └── StoragePermissionError         not allowed to read or write there
+    ├── CommitError                        nothing was replaced; look at what is there
+    │   ├── CheckpointExistsError          the target holds something already
+    │   ├── ConcurrentCommitError          another writer published the same checkpoint
+    │   └── CommitStateUnknownError        cannot be told whether the publish took effect
+    └── CoordinationError                  ranks do not agree
+        ├── RankDisagreementError          ranks see different checkpoints or file systems
+        └── PlanError                      the global plan does not cover the state exactly once
+
+An error carries a stable ``kind`` (append-only; scripts may match on it) and the place where it happened as attributes:
+``step``, ``path``, ``file``, ``tensor``, ``rank``, ``expected``, ``found``, ``remedy``. Each is ``None`` where it does not apply. Errors
+cross ranks by pickle with all their attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class DcpEngineError(Exception):
+    """Base of all errors of the engine.
+
+    Args:
+        message: what happened, one sentence without a full stop.
+        step: training step of the checkpoint.
+        path: checkpoint directory or URL.
+        file: file within the checkpoint.
+        tensor: key of the tensor or object.
+        rank: rank on which it happened (of the process group in use).
+        expected: what should have been found.
+        found: what was found.
+        remedy: what the caller can do, one sentence without a full stop.
+
+    Thread-safety: immutable after construction.
+    """
+
+    kind: ClassVar[str] = "error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int | None = None,
+        path: str | None = None,
+        file: str | None = None,
+        tensor: str | None = None,
+        rank: int | None = None,
+        expected: object = None,
+        found: object = None,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.step = step
+        self.path = path
+        self.file = file
+        self.tensor = tensor
+        self.rank = rank
+        self.expected = expected
+        self.found = found
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        place = [
+            f"{name} {value!r}" if isinstance(value, str) else f"{name} {value}"
+            for name in ("step", "path", "file", "tensor", "rank")
+            if (value := getattr(self, name)) is not None
+        ]
+        parts = [self.message + (f" [{', '.join(place)}]" if place else "")]
+        if self.expected is not None:
+            parts.append(f"expected {self.expected}")
+        if self.found is not None:
+            parts.append(f"found {self.found}")
+        if self.remedy is not None:
+            parts.append(self.remedy)
+        return "; ".join(parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # BaseException's own reduce passes ``args`` only, which loses every keyword.
+        return (_rebuild, (type(self), self.message), dict(self.__dict__))
+
+
+def _rebuild(cls: type[DcpEngineError], message: str) -> DcpEngineError:
+    return cls(message)
+
+
+class UsageError(DcpEngineError, ValueError):
+    """The call itself is wrong: nothing was touched."""
+
+    kind = "usage"
+
+
+class InvalidOptionError(UsageError):
+    """An option is out of range or contradicts another one."""
+
+    kind = "invalid_option"
+
+
+class UnsupportedModeError(UsageError):
+    """A mode of DCP that the engine refuses, with the reason."""
+
+    kind = "unsupported_mode"
+
+
+class StateError(DcpEngineError):
+    """The state handed in cannot be saved, or does not fit what is stored."""
+
+    kind = "state"
+
+
+class UnencodableObjectError(StateError, TypeError):
+    """An object that is not a tensor has a type that the format cannot hold."""
+
+    kind = "unencodable_object"
+
+
+class UnsupportedTensorError(StateError, TypeError):
+    """A tensor's dtype, layout, subclass or placement cannot be stored."""
+
+    kind = "unsupported_tensor"
+
+
+class DuplicateKeyError(StateError):
+    """Two different paths of the state would get the same key."""
+
+    kind = "duplicate_key"
+
+
+class ReplicaMismatchError(StateError):
+    """Ranks hold different values where replicas were expected.
+
+    Attributes:
+        keys: the keys that differ, sorted.
+        ranks: for each key, the ranks that hold it, grouped by equal content: a tuple of tuples.
+    """
+
+    kind = "replica_mismatch"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        keys: tuple[str, ...] = (),
+        ranks: tuple[tuple[tuple[int, ...], ...], ...] = (),
+        **place: Any,
+    ) -> None:
+        super().__init__(message, **place)
+        self.keys = keys
+        self.ranks = ranks
+
+
+class KeyMismatchError(StateError, KeyError):
+    """Keys of the state and keys of the checkpoint differ.
+
+    Attributes:
+        missing: keys that the state wants and the checkpoint lacks, sorted.
+        unexpected: keys that the checkpoint has and no rank's state wants, sorted.
+    """
+
+    kind = "key_mismatch"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        **place: Any,
+    ) -> None:
+        super().__init__(message, **place)
+        self.missing = missing
+        self.unexpected = unexpected
+
+
+class ShapeMismatchError(StateError):
+    """A tensor's global shape in the state differs from the stored one."""
+
+    kind = "shape_mismatch"
+
+
+class DtypeMismatchError(StateError):
+    """A tensor's dtype in the state differs from the stored one and the dtype policy forbids the cast."""
+
+    kind = "dtype_mismatch"
+
+
+class KindMismatchError(StateError):
+    """A key is a tensor on one side and an object on the other."""
+
+    kind = "kind_mismatch"
+
+
+class CheckpointNotFoundError(DcpEngineError, FileNotFoundError):
+    """There is no checkpoint at the path."""
+
+    kind = "checkpoint_not_found"
+
+
+class IncompleteCheckpointError(CheckpointNotFoundError):
+    """There are files of a checkpoint, but no valid COMPLETE marker: it was never committed."""
+
+    kind = "incomplete_checkpoint"
+
+
+class UnsupportedVersionError(DcpEngineError):
+    """The checkpoint was written in a format version that this release does not read."""
+
+    kind = "unsupported_version"
+
+
+class CorruptCheckpointError(DcpEngineError):
+    """The checkpoint is damaged. Its data must not be used."""
+
+    kind = "corrupt_checkpoint"
+
+
+class MissingFileError(CorruptCheckpointError):
+    """A file named by the manifest is absent or is not a regular file."""
+
+    kind = "missing_file"
+
+
+class TruncatedFileError(CorruptCheckpointError):
+    """A file is shorter or longer than recorded."""
+
+    kind = "truncated_file"
+
+
+class DigestMismatchError(CorruptCheckpointError):
+    """Stored bytes do not have the recorded digest."""
+
+    kind = "digest_mismatch"
+
+
+class MalformedCheckpointError(CorruptCheckpointError):
+    """A structure that breaks a rule of the format."""
+
+    kind = "malformed_checkpoint"
+
+
+class LimitExceededError(CorruptCheckpointError):
+    """A size or count beyond the format's limits or the reader's budget."""
+
+    kind = "limit_exceeded"
+
+
+class UntrustedDataError(DcpEngineError):
+    """Opaque bytes that only an unpickler could read, which the engine never does unasked."""
+
+    kind = "untrusted_data"
+
+
+class StorageError(DcpEngineError, OSError):
+    """The storage refused or failed an operation. ``errno`` is kept where the system gave one."""
+
+    kind = "storage"
+
+    def __init__(self, message: str, *, errno: int | None = None, **place: Any) -> None:
+        super().__init__(message, **place)
+        self.errno = errno
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # OSError keeps errno in a slot of its own, which is not part of ``__dict__``.
+        rebuild, args, state = super().__reduce__()
+        return (rebuild, args, {**state, "errno": self.errno})
+
+
+class StorageFullError(StorageError):
+    """No space, or no quota, left."""
+
+    kind = "storage_full"
+
+
+class StoragePermissionError(StorageError, PermissionError):
+    """Not allowed to read or write there."""
+
+    kind = "storage_permission"
+
+
+class CommitError(DcpEngineError):
+    """Publishing did not happen, or cannot be proven. Nothing that existed was replaced."""
+
+    kind = "commit"
+
+
+class CheckpointExistsError(CommitError, FileExistsError):
+    """The target exists and overwriting was not asked for."""
+
+    kind = "checkpoint_exists"
+
+
+class ConcurrentCommitError(CommitError):
+    """Another writer published at the same path first."""
+
+    kind = "concurrent_commit"
+
+
+class CommitStateUnknownError(CommitError):
+    """It cannot be told whether the publish took effect; nothing was deleted."""
+
+    kind = "commit_state_unknown"
+
+
+class CoordinationError(DcpEngineError):
+    """The ranks do not agree with each other."""
+
+    kind = "coordination"
+
+
+class RankDisagreementError(CoordinationError):
+    """Ranks see different checkpoints, or a file system that is not the same one."""
+
+    kind = "rank_disagreement"
+
+
+class PlanError(CoordinationError):
+    """The plans of all ranks together do not describe every tensor exactly once."""
+
+    kind = "plan"
