@@ -1,0 +1,74 @@
+"""The vocabulary that planners and storage share, so that neither imports the other.
+
+Records only: no I/O, no decisions. Everything here may cross ranks by pickle.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+__all__ = ["EncodedObject", "EngineMetadata", "EngineStorageMeta", "PlannerData"]
+
+
+class EncodedObject(io.BytesIO):
+    """An object in the encoding of :mod:`dcp_engine.objects`, in the shape that DCP expects of bytes.
+
+    Our save planner returns it from ``resolve_data`` when the writer is ours, and our reader hands it to ``load_bytes`` of a planner that
+    says so with ``accepts_encoded_objects = True``. Any other ``BytesIO`` is opaque to the engine: it may hold a pickle.
+    """
+
+
+@dataclass
+class EngineStorageMeta(StorageMeta):
+    """What our writer tells a planner before planning. Its type is the handshake: a planner that receives it may use the engine's own
+    plan records; one that receives anything else must emit what DCP's own writers and readers expect.
+    """
+
+
+@dataclass
+class EngineMetadata(Metadata):
+    """DCP's ``Metadata`` of a checkpoint of ours, with what the format knows beyond it.
+
+    ``planner_data`` of it is a :class:`PlannerData` where our planner saved it, else what the stock planner put there.
+    """
+
+    step: int | None = None
+    run_id: str | None = None
+    saved_at: str | None = None
+    """UTC time of the save, RFC 3339."""
+    nonce: str | None = None
+    """Hex nonce of the attempt that wrote it: two checkpoints with one nonce are copies of each other."""
+    manifest_sha256: str | None = None
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class PlannerData(dict[str, tuple[str | int, ...]]):
+    """DCP's flattening (key -> path), as every stock planner understands it, and beside it what that flattening loses.
+
+    Attributes:
+        skeleton: encoded by ``planners.tree`` with :mod:`dcp_engine.objects`: the containers of the state with their exact types and key
+            types, leaves replaced by their keys. Empty bytes when unknown.
+        ties: alias key -> key under which the same storage was saved. An alias has no chunks of its own.
+    """
+
+    def __init__(
+        self,
+        mapping: dict[str, tuple[str | int, ...]] | None = None,
+        *,
+        skeleton: bytes = b"",
+        ties: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(mapping or {})
+        self.skeleton = skeleton
+        self.ties = dict(ties or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_planner_data, (dict(self), self.skeleton, self.ties))
+
+
+def _planner_data(mapping: dict[str, tuple[str | int, ...]], skeleton: bytes, ties: dict[str, str]) -> PlannerData:
+    return PlannerData(mapping, skeleton=skeleton, ties=ties)
