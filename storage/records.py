@@ -1,0 +1,109 @@
+"""The records that pass between the layer that knows DCP and the pipelines that move bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from dcp_engine.storage.dtypes import DtypeInfo
+
+__all__ = ["ChunkSource", "PipelineOptions", "ReadRequest", "ShardReceipt"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSource:
+    """One box of one entry, to be stored as one chunk of a shard file.
+
+    Attributes:
+        name: key of the entry.
+        dtype: element type; ``OBJECT`` and ``OPAQUE`` entries count as bytes.
+        shape: global shape of the entry, in elements.
+        offsets: where the box begins, in elements; as long as ``shape``.
+        sizes: extent of the box, in elements; as long as ``shape``.
+        nbytes: bytes of the box: product of ``sizes`` times the item size. Zero is allowed and stores nothing.
+        load: returns the row-major bytes of the box as a C-contiguous 1-D ``uint8`` array of ``nbytes``: a view of the tensor's memory where
+            that is contiguous CPU memory, else a fresh copy. Idempotent and thread-safe. The memory must stay unchanged until the write returns.
+    """
+
+    name: str
+    dtype: DtypeInfo
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    nbytes: int
+    load: Callable[[], NDArray[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """One box inside one stored chunk, wanted in the caller's memory.
+
+    Attributes:
+        name: key of the entry, for messages.
+        chunk: id of the chunk in the manifest.
+        offsets: where the box begins **within the chunk**, in elements.
+        sizes: extent of the box, in elements. A zero among them makes the request empty: ``open`` is not called, ``commit`` is.
+        open: returns the target: an array of exactly ``sizes`` in the dtype of ``dtypes.carrier_dtype``, any strides, writable. Called at
+            most once, late, from any thread, perhaps while another request's is being called.
+        commit: called exactly once, after all bytes are in the array; not called after a failure. Calls are never concurrent, but come
+            from any thread.
+    """
+
+    name: str
+    chunk: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    open: Callable[[], NDArray[Any]]
+    commit: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """How the pipelines work. Validated by whoever makes it (writer, reader).
+
+    Attributes:
+        threads: number of worker threads.
+        bytes_in_flight: bound on the bytes that one pipeline holds beyond the caller's own tensors and targets: raw bytes loaded by copy, encoded
+            bytes waiting to be written, and buffers of reads. One block is always allowed, however small the bound.
+        codec: "raw", "zstd", "planes" or "auto" (writing only).
+        level: zstd level (writing only).
+        verify: check block digests (reading only). Sizes, structure and padding are always checked.
+    """
+
+    threads: int
+    bytes_in_flight: int
+    codec: str
+    level: int
+    verify: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReceipt:
+    """What a rank reports about one shard file that it wrote. Picklable: it crosses ranks.
+
+    Attributes:
+        name: file name within the checkpoint.
+        component: component that the file holds.
+        rank: rank that wrote it.
+        nonce: hex nonce of the attempt.
+        size_bytes: size of the whole file.
+        footer: raw (decompressed) msgpack body of the file's footer, which holds its table.
+        footer_sha256: SHA-256 of the footer body as stored.
+        raw_bytes: bytes of all chunks before encoding.
+        stored_bytes: bytes of all blocks after encoding, without padding.
+    """
+
+    name: str
+    component: str
+    rank: int
+    nonce: str
+    size_bytes: int
+    footer: bytes
+    footer_sha256: bytes
+    raw_bytes: int
+    stored_bytes: int
