@@ -1,0 +1,102 @@
+"""What a back end must be able to do: the protocols between the pipelines and any storage.
+
+A back end knows files, not the format: it creates a file once, appends to it, makes it durable, and reads ranges of it. Whoever uses it
+holds these protocols only, so that a new storage is one class per protocol and passes the contract suite in ``tests/contract``.
+
+Every failure is one of :mod:`dcp_engine.errors`: ``StorageError`` (with ``StorageFullError``, ``StoragePermissionError``) for what the
+storage refused, ``MissingFileError`` and ``TruncatedFileError`` for what it no longer holds. All name the directory and the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+
+__all__ = ["Buffer", "Directory", "ReadFile", "WriteFile"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""Contiguous bytes that a file takes. A memoryview may have any item type: its memory is what counts."""
+
+
+@runtime_checkable
+class WriteFile(Protocol):
+    """A new file, appended to and then committed or aborted. Not thread-safe: one writer at a time.
+
+    After an error of ``write`` or ``commit`` the file is dead: both refuse from then on, and only ``abort`` is left. A failed flush to
+    the device may have dropped the data, so that a second try would lie.
+    """
+
+    @property
+    def position(self) -> int:
+        """Bytes appended so far."""
+        ...
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        """Appends all bytes of all parts, in order. The parts may be reused when it returns."""
+        ...
+
+    def commit(self) -> None:
+        """Makes the file durable and closes it. When it returns, the file survives the death of this process (the name of a local file
+        survives a power cut once its directory is flushed, too: see ``Publisher.seal``).
+        """
+        ...
+
+    def abort(self) -> None:
+        """Closes the file and removes it as far as possible. Never raises; harmless after ``commit``, which it does not undo."""
+        ...
+
+
+@runtime_checkable
+class ReadFile(Protocol):
+    """An existing file. Thread-safe: any number of threads may read at once; ``close`` comes after the last of them."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size when the file was opened."""
+        ...
+
+    def read_into(self, position: int, parts: Sequence[memoryview]) -> None:
+        """Fills all parts, in order, with the bytes from ``position`` (in bytes from the start) on.
+
+        Args:
+            position: first byte to read.
+            parts: writable, C-contiguous memory; together exactly the length of the range.
+
+        Raises:
+            TruncatedFileError: the file ends before the range does.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees the file. Harmless when repeated."""
+        ...
+
+
+@runtime_checkable
+class Directory(Protocol):
+    """The files of one checkpoint, or of one attempt at it. Flat: a name never holds a separator. Thread-safe."""
+
+    @property
+    def path(self) -> str:
+        """Where it is, for messages: a local path or a URL."""
+        ...
+
+    def create(self, name: str) -> WriteFile:
+        """A new file. ``StorageError`` if the name exists already: nothing is ever overwritten."""
+        ...
+
+    def open(self, name: str) -> ReadFile:
+        """An existing file. ``MissingFileError`` if it is absent or no regular file; symbolic links are not followed."""
+        ...
+
+    def read_small(self, name: str, limit_bytes: int) -> bytes:
+        """The whole of a file. ``LimitExceededError`` if it is longer than ``limit_bytes``, of which nothing is read then."""
+        ...
+
+    def file_size(self, name: str) -> int:
+        """Size in bytes of a file that is there now, not as of some cached listing. Errors as :meth:`open`."""
+        ...
+
+    def names(self) -> list[str]:
+        """Everything in it, sorted: files, and whatever else somebody put there."""
+        ...
