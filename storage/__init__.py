@@ -1,0 +1,1 @@
+"""Bytes: format, codecs, pipelines, back ends, publishing."""

@@ -1,0 +1,1 @@
+"""Back ends: where files of a checkpoint lie."""

@@ -1,0 +1,1 @@
+"""Codecs: each turns one block of bytes into stored bytes and back."""
