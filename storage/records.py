@@ -26,8 +26,9 @@ class ChunkSource:
         offsets: where the box begins, in elements; as long as ``shape``.
         sizes: extent of the box, in elements; as long as ``shape``.
         nbytes: bytes of the box: product of ``sizes`` times the item size. Zero is allowed and stores nothing.
-        load: returns the row-major bytes of the box as a C-contiguous 1-D ``uint8`` array of ``nbytes``: a view of the tensor's memory where
-            that is contiguous CPU memory, else a fresh copy. Idempotent and thread-safe. The memory must stay unchanged until the write returns.
+        load: returns the row-major bytes of the box as a C-contiguous 1-D ``uint8`` array of ``nbytes``: a view of the tensor's memory
+            where that is contiguous CPU memory, else a fresh copy. Idempotent and thread-safe. The memory must stay unchanged until the
+            write returns.
     """
 
     name: str
@@ -68,8 +69,8 @@ class PipelineOptions:
 
     Attributes:
         threads: number of worker threads.
-        bytes_in_flight: bound on the bytes that one pipeline holds beyond the caller's own tensors and targets: raw bytes loaded by copy, encoded
-            bytes waiting to be written, and buffers of reads. One block is always allowed, however small the bound.
+        bytes_in_flight: bound on the bytes that one pipeline holds: raw bytes loaded, encoded bytes waiting to be written, buffers of
+            reads. A chunk is loaded whole, so one larger than half of the bound counts as half; and one block is always allowed.
         codec: "raw", "zstd", "planes" or "auto" (writing only).
         level: zstd level (writing only).
         verify: check block digests (reading only). Sizes, structure and padding are always checked.
