@@ -1,0 +1,57 @@
+"""The constants of format v1: sizes that every writer uses, and caps on what a reader accepts.
+
+The caps bound the memory and the time that a hostile checkpoint can cost. A writer refuses to exceed them, so that whatever was saved
+can be loaded. ``docs/format.md`` lists them all.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+FORMAT_VERSION: Final = 1
+
+HEADER_BYTES: Final = 4096
+"""Length of a shard file's header; also the alignment of the first block."""
+RECORD_BYTES: Final = 64
+"""Length of the fixed record of MANIFEST and of a shard's footer."""
+ALIGN_BYTES: Final = 64
+"""Every block extent is a multiple of this."""
+BLOCK_BYTES: Final = 4 << 20
+"""Raw bytes of a full block; a multiple of every item size."""
+PACK_BYTES: Final = 64 << 10
+"""A chunk smaller than this shares a block with others."""
+
+MAX_NAME_BYTES: Final = 4096
+"""UTF-8 bytes of the name of an entry."""
+MAX_FILE_NAME_BYTES: Final = 255
+MAX_TEXT_BYTES: Final = 4096
+"""UTF-8 bytes of one text field of the manifest (run id, versions, times)."""
+MAX_DIMS: Final = 64
+MAX_ELEMENTS: Final = 1 << 56
+"""Elements of one tensor, and extent of one dimension: every product and sum of the format then fits in 63 bits."""
+MAX_WORLD_SIZE: Final = 1 << 20
+MAX_FILES: Final = 1 << 20
+MAX_ENTRIES: Final = 1 << 24
+MAX_CHUNKS: Final = 1 << 26
+MAX_BLOCKS: Final = 1 << 26
+
+MAX_RECORD_STORED_BYTES: Final = 2 << 30
+"""Compressed bytes of a manifest or of a footer."""
+MAX_RECORD_RAW_BYTES: Final = 4 << 30
+"""Raw bytes of a manifest or of a footer."""
+FREE_RECORD_RAW_BYTES: Final = 64 << 20
+"""Raw bytes that a record may have however small its compressed form is."""
+MAX_RECORD_RATIO: Final = 1024
+"""Beyond ``FREE_RECORD_RAW_BYTES`` a record may grow to this many times its compressed form: a small file cannot claim much memory."""
+MAX_MARKER_BYTES: Final = 4096
+"""Length of COMPLETE."""
+
+
+def max_record_raw_bytes(stored_bytes: int) -> int:
+    """Raw bytes that a record of ``stored_bytes`` compressed bytes may have."""
+    return min(MAX_RECORD_RAW_BYTES, FREE_RECORD_RAW_BYTES + MAX_RECORD_RATIO * stored_bytes)
+
+
+def extent_bytes(stored_bytes: int) -> int:
+    """Bytes that a block of ``stored_bytes`` takes up in its file, padding included."""
+    return -(-stored_bytes // ALIGN_BYTES) * ALIGN_BYTES
