@@ -49,8 +49,8 @@ class ComponentMap:
     """Maps keys to components.
 
     Args:
-        patterns: glob pattern of keys (``fnmatch`` rules, case-sensitive) -> component name, the first match in order wins. Keys that no pattern
-            matches go by :data:`WELL_KNOWN`, and the rest to ``"model"``. ``None``: no patterns.
+        patterns: glob pattern of keys (``fnmatch`` rules, case-sensitive) -> component name, the first match in order wins. Keys that no
+            pattern matches go by :data:`WELL_KNOWN`, and the rest to ``"model"``. ``None``: no patterns.
 
     Raises:
         InvalidOptionError: a component's name is not ``[a-z][a-z0-9_]{0,31}``.

@@ -1,0 +1,58 @@
+"""Options of the pipelines: defaults, and refusal of what cannot work, when the object is made rather than in the middle of a save."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from dcp_engine.errors import InvalidOptionError
+from dcp_engine.storage.limits import BLOCK_BYTES
+from dcp_engine.storage.records import PipelineOptions
+
+__all__ = ["CODECS", "DEFAULT_BYTES_IN_FLIGHT", "LEVELS", "default_threads", "pipeline_options"]
+
+CODECS: Final = ("auto", "planes", "raw", "zstd")
+LEVELS: Final = range(1, 23)
+"""zstd levels that the format's writers accept."""
+DEFAULT_BYTES_IN_FLIGHT: Final = 256 * 2**20
+MAX_THREADS: Final = 256
+
+
+def default_threads() -> int:
+    """CPUs this process may use, shared among the ranks that torchrun started on this machine, at least 1 and at most 8."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    local_world = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ranks_here = int(local_world) if local_world.isdecimal() else 1
+    return max(1, min(8, cpus // max(1, ranks_here)))
+
+
+def pipeline_options(
+    *, threads: int | None, bytes_in_flight: int, codec: str = "auto", level: int = 1, verify: bool = True
+) -> PipelineOptions:
+    """Validated options.
+
+    Args:
+        threads: worker threads of this rank; ``None`` for :func:`default_threads`.
+        bytes_in_flight: bytes that a pipeline may hold beyond the caller's tensors; at least one block (4 MiB).
+        codec: one of :data:`CODECS`.
+        level: zstd level, 1 to 22.
+        verify: check block digests on read.
+
+    Raises:
+        InvalidOptionError: naming the option, what it was and what is valid.
+    """
+    if threads is None:
+        threads = default_threads()
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
+        raise InvalidOptionError("threads is out of range", expected=f"None or an int from 1 to {MAX_THREADS}", found=repr(threads))
+    if isinstance(bytes_in_flight, bool) or not isinstance(bytes_in_flight, int) or bytes_in_flight < BLOCK_BYTES:
+        raise InvalidOptionError(
+            "bytes_in_flight is smaller than one block", expected=f"an int of at least {BLOCK_BYTES} (4 MiB)", found=repr(bytes_in_flight)
+        )
+    if codec not in CODECS:
+        raise InvalidOptionError("unknown codec", expected=f"one of {', '.join(CODECS)}", found=repr(codec))
+    if isinstance(level, bool) or not isinstance(level, int) or level not in LEVELS:
+        raise InvalidOptionError("level is out of range", expected="an int from 1 to 22", found=repr(level))
+    if not isinstance(verify, bool):
+        raise InvalidOptionError("verify is not a bool", expected="True or False", found=repr(verify))
+    return PipelineOptions(threads=threads, bytes_in_flight=bytes_in_flight, codec=codec, level=level, verify=verify)

@@ -1,0 +1,247 @@
+"""``ShardReader``: DCP's ``StorageReader`` over the format and the read pipeline."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dcp_engine.errors import DcpEngineError, InvalidOptionError, RankDisagreementError
+from dcp_engine.storage import dcp_records
+from dcp_engine.storage.backends import is_supported_path, locate
+from dcp_engine.storage.manifest import Manifest
+from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
+from dcp_engine.storage.publish import OpenCheckpoint, attach_checkpoint, open_checkpoint
+from dcp_engine.storage.read_pipeline import read_chunks
+from dcp_engine.storage.workers import WorkerPool
+from dcp_engine.types import EngineMetadata
+
+__all__ = ["ShardReader"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a rank saw when it opened the checkpoint; all ranks must have seen the same."""
+
+    nonce: str
+    manifest_sha256: str
+
+
+class ShardReader(StorageReader):
+    """Reads one checkpoint: its metadata, then just the blocks that the wanted boxes touch.
+
+    Calls by DCP, in order, and the ranks that run each:
+
+    0. ``reset(checkpoint_id)`` (all ranks), only when the caller of ``dcp.load`` passed ``checkpoint_id``.
+    1. ``read_metadata`` (all ranks): COMPLETE and MANIFEST, checked.
+    2. ``set_up_storage_reader`` (all ranks).
+    3. ``prepare_local_plan`` (all ranks): adds what this rank saw.
+    4. ``prepare_global_plan`` (coordinator): refuses ranks that saw different checkpoints.
+    5. ``read_data`` (all ranks): reads, checks, decodes into the planner's tensors.
+
+    After a failed load the targets are undefined.
+
+    Args:
+        path: directory or URL of the checkpoint; ``None``: it must come as ``checkpoint_id`` of ``dcp.load``.
+        verify: check the digest of every block that is read. Sizes, structure and padding are always checked.
+        threads: worker threads of this rank; ``None``: the CPUs it may use, shared among torchrun's local ranks, at most 8.
+        bytes_in_flight: bytes that the pipeline may hold beyond the targets; at least 4 MiB.
+        allow_opaque: hand bytes of unknown kind to the planner, which may unpickle them: only for checkpoints from people you trust, written with a
+            planner that serialises objects itself.
+        process_group: the group that ``dcp.load`` uses. With it the lowest rank reads COMPLETE and MANIFEST once and broadcasts them, so that all ranks
+            load one checkpoint, and every rank must call ``read_metadata`` the same number of times. Without it disagreement is still found, when plans
+            are compared.
+        storage_options: keyword arguments of the fsspec file system of a URL.
+
+    Raises:
+        InvalidOptionError: an option is out of range.
+
+    Thread-safety: one load at a time.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        verify: bool = True,
+        threads: int | None = None,
+        bytes_in_flight: int = DEFAULT_BYTES_IN_FLIGHT,
+        allow_opaque: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._options = pipeline_options(threads=threads, bytes_in_flight=bytes_in_flight, verify=verify)
+        self._allow_opaque = allow_opaque
+        self._process_group = process_group
+        self._storage_options = dict(storage_options or {})
+        self._path: str | None = None if path is None else locate(path).path
+        self._rank: int | None = None
+        self._opened: tuple[OpenCheckpoint, EngineMetadata] | None = None
+        self._failure: DcpEngineError | None = None
+
+    # -- DCP's calls ------------------------------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The next load reads ``checkpoint_id``; ``None`` keeps the path."""
+        if checkpoint_id is not None:
+            self._path = locate(checkpoint_id).path
+        self._opened = self._failure = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """COMPLETE and MANIFEST, checked, as DCP's metadata: an :class:`dcp_engine.types.EngineMetadata`.
+
+        ``kwargs`` must keep its name. ``dcp.load`` swallows an exception of its first call, calls again with ``rank`` and, when that fails too, raises an
+        ``AssertionError`` without our error. So the first call raises, for callers of their own, and the second returns metadata whose fields raise.
+
+        Raises:
+            CheckpointNotFoundError, IncompleteCheckpointError: there is none; the message says what is there.
+            CorruptCheckpointError kinds, UnsupportedVersionError, StorageError kinds.
+        """
+        if "rank" in kwargs and self._failure is not None:
+            self._rank = kwargs["rank"]
+            return _FailedMetadata(self._failure)
+        self._opened = self._failure = None
+        try:
+            self._opened = self._open()
+        except DcpEngineError as error:
+            self._failure = error
+            raise
+        return self._opened[1]
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Remember the rank. ``kwargs`` must keep its name: DCP looks for it and then passes ``rank``."""
+        self._rank = kwargs.get("rank")
+        if isinstance(metadata, _FailedMetadata):
+            metadata.fail()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Add what this rank saw."""
+        metadata = self._metadata()
+        return replace(plan, storage_data=_Seen(metadata.nonce or "", metadata.manifest_sha256 or ""))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuse ranks that saw different checkpoints.
+
+        Raises:
+            RankDisagreementError: naming the first rank that saw another one than rank 0.
+        """
+        first = plans[0].storage_data
+        for rank, plan in enumerate(plans):
+            if plan.storage_data != first:
+                raise RankDisagreementError(
+                    "ranks opened different checkpoints under one path",
+                    path=self._path,
+                    rank=rank,
+                    expected=f"what rank 0 saw: {first}",
+                    found=plan.storage_data,
+                    remedy="the path must lie on one file system that all ranks see, and nobody may replace the checkpoint during a load",
+                )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the planner's tensors and hand over its objects; done when it returns.
+
+        Raises:
+            CorruptCheckpointError kinds: naming file, tensor and block. The targets are undefined then.
+        """
+        metadata = self._metadata()
+        assert self._opened is not None
+        index = metadata.storage_data
+        try:
+            requests = dcp_records.requests_of_plan(plan, planner, index, allow_opaque=self._allow_opaque)
+            with WorkerPool(self._options.threads) as pool:
+                read_chunks(index.manifest, self._opened[0].directory.open, requests, options=self._options, pool=pool, path=index.path)
+        except DcpEngineError as error:
+            error.rank = self._rank if error.rank is None else error.rank
+            error.path = self._path if error.path is None else error.path
+            error.step = metadata.step if error.step is None else error.step
+            raise
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether ``checkpoint_id`` is a path or URL that this engine can read from."""
+        return is_supported_path(checkpoint_id)
+
+    # -- DCP's attribute --------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The path of the current or next load."""
+        return self._path
+
+    # -- inside -----------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group cannot cross processes, and open files must not.
+        return {**self.__dict__, "_process_group": None, "_opened": None}
+
+    def _metadata(self) -> EngineMetadata:
+        if self._opened is None:
+            self.read_metadata()
+        assert self._opened is not None
+        return self._opened[1]
+
+    def _open(self) -> tuple[OpenCheckpoint, EngineMetadata]:
+        if self._path is None:
+            raise InvalidOptionError("no path to read from", remedy="pass ShardReader(path) or dcp.load(..., checkpoint_id=path)")
+        opened = (
+            self._open_together() if self._process_group is not None else open_checkpoint(self._path, storage_options=self._storage_options)
+        )
+        manifest = Manifest.decode(opened.manifest_bytes, path=self._path)
+        digest = hashlib.sha256(opened.manifest_bytes).hexdigest()
+        return opened, dcp_records.metadata_of_manifest(manifest, path=self._path, manifest_sha256=digest)
+
+    def _open_together(self) -> OpenCheckpoint:
+        """The lowest rank of the group reads, all others take its word, or its error."""
+        assert self._path is not None
+        group = self._process_group
+        leads = dist.get_rank(group) == 0
+        opened: OpenCheckpoint | None = None
+        box: list[Any] = [None]
+        if leads:
+            try:
+                opened = open_checkpoint(self._path, storage_options=self._storage_options)
+                box[0] = (opened.marker, opened.manifest_bytes)
+            except DcpEngineError as error:
+                error.rank = 0
+                box[0] = error
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+        if isinstance(box[0], DcpEngineError):
+            raise box[0]
+        if opened is None:
+            marker, manifest_bytes = box[0]
+            opened = attach_checkpoint(self._path, marker, manifest_bytes, storage_options=self._storage_options)
+        return opened
+
+
+class _FailedMetadata(Metadata):
+    """Metadata of a checkpoint that could not be opened: every field raises the error that says why.
+
+    It has neither ``__len__`` nor ``__bool__``: DCP asks ``not metadata``, and the error must be raised where DCP collects errors.
+    """
+
+    def __init__(self, error: DcpEngineError) -> None:
+        self.__dict__["_error"] = error
+
+    def fail(self) -> NoReturn:
+        raise self.__dict__["_error"]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _METADATA_FIELDS:
+            self.fail()
+        return super().__getattribute__(name)
+
+
+_METADATA_FIELDS = frozenset(field.name for field in fields(Metadata))

@@ -1,0 +1,395 @@
+"""``ShardWriter``: DCP's ``StorageWriter`` over the format, the write pipeline and publishing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp_engine import __version__
+from dcp_engine.components import ComponentMap
+from dcp_engine.errors import (
+    CommitStateUnknownError,
+    DcpEngineError,
+    InvalidOptionError,
+    PlanError,
+    RankDisagreementError,
+    UnsupportedModeError,
+)
+from dcp_engine.objects import decode_object, encode_object
+from dcp_engine.storage import dcp_records
+from dcp_engine.storage.backends import Directory, is_supported_path, locate
+from dcp_engine.storage.manifest import Manifest
+from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
+from dcp_engine.storage.publish import AttemptRef, Publisher, open_publisher
+from dcp_engine.storage.records import ChunkSource, ShardReceipt
+from dcp_engine.storage.steps import parse_step_name
+from dcp_engine.storage.table import ShardTable
+from dcp_engine.storage.workers import WorkerPool
+from dcp_engine.storage.write_pipeline import write_shard
+from dcp_engine.types import EngineMetadata, EngineStorageMeta, PlannerData
+
+__all__ = ["ShardWriter"]
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalTicket:
+    """What a rank puts into its local plan: proof, when the central plan comes back, that it belongs to this save of this rank."""
+
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """What the coordinator adds to a rank's plan: where to write, and as whom."""
+
+    token: str
+    attempt: AttemptRef
+    rank: int
+    world_size: int
+
+
+class ShardWriter(StorageWriter):
+    """Writes one checkpoint per save: per-rank shard files, a manifest, published atomically at ``path``.
+
+    Calls by DCP, in order, and the ranks that run each:
+
+    0. ``reset(checkpoint_id)`` (all ranks), only when the caller of ``dcp.save`` passed ``checkpoint_id``; then ``storage_meta()``.
+    1. ``set_up_storage_writer`` (all ranks): begins a save. State of the previous one ends here.
+    2. ``prepare_local_plan`` (all ranks): adds a token.
+    3. ``prepare_global_plan`` (coordinator): checks the target, creates the attempt directory, tells every rank.
+    4. ``write_data`` (all ranks): writes this rank's shard files, each durable when it returns.
+    5. ``finish`` (coordinator): holds the receipts against the plans, writes MANIFEST and COMPLETE, publishes, fills the ``Metadata``.
+
+    Nothing is visible at ``path`` before 5 is through, and it is there whole afterwards. DCP has no call for an abandoned save: what a failed one leaves
+    beside ``path`` (``.tmp-<name>-<nonce>``) is removed when this writer begins its next save.
+
+    Args:
+        path: directory or URL of the checkpoint, for instance ``runs/7/step-00000100`` or ``s3://bucket/run/step-00000100``. ``None``: it must
+            come as ``checkpoint_id`` of ``dcp.save``.
+        codec: ``"auto"`` (byte planes and zstd for floats, zstd for the rest, raw where neither pays), ``"planes"``, ``"zstd"`` or ``"raw"``.
+        level: zstd level, 1 to 22.
+        threads: worker threads of this rank; ``None``: the CPUs it may use, shared among torchrun's local ranks, at most 8.
+        bytes_in_flight: bytes that the pipeline may hold beyond the state itself; at least 4 MiB.
+        overwrite: replace a checkpoint that is already at ``path`` (kept until the new one is published).
+        step: training step; ``None``: taken from a name of the form ``step-00000100``, else unknown.
+        run_id: name of the training run; ``None``: unknown.
+        metadata: values to keep with the checkpoint, in the types of :mod:`dcp_engine.objects`.
+        components: glob pattern of keys -> component, before the well-known names; see :class:`dcp_engine.components.ComponentMap`.
+        process_group: the group that ``dcp.save`` uses; checked against the plan. Not pickled.
+        storage_options: keyword arguments of the fsspec file system of a URL.
+
+    Raises:
+        InvalidOptionError: an option is out of range.
+        UnencodableObjectError: ``metadata`` cannot be represented.
+
+    Thread-safety: one save at a time. DCP calls it from one thread per save, which may be a background one.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        codec: str = "auto",
+        level: int = 1,
+        threads: int | None = None,
+        bytes_in_flight: int = DEFAULT_BYTES_IN_FLIGHT,
+        overwrite: bool = False,
+        step: int | None = None,
+        run_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        components: Mapping[str, str] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._options = pipeline_options(threads=threads, bytes_in_flight=bytes_in_flight, codec=codec, level=level)
+        self._components = ComponentMap(components)
+        self._overwrite = overwrite
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+            raise InvalidOptionError("step is not a step", expected="None or an int of at least 0", found=repr(step))
+        self._step = step
+        self._run_id = run_id
+        # A copy through the codec: refused now if it cannot be stored, and deaf to later changes of the caller's containers.
+        self._user_metadata = decode_object(encode_object(dict(metadata or {}), key="metadata"), key="metadata")
+        self._process_group = process_group
+        self._storage_options = dict(storage_options or {})
+        self._path: str | None = None if path is None else locate(path).path
+        self._begin_save(rank=0, is_coordinator=False)
+        self._abandoned: tuple[Publisher, AttemptRef] | None = None
+
+    # -- DCP's calls ------------------------------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The next save goes to ``checkpoint_id``; ``None`` keeps the path."""
+        if checkpoint_id is not None:
+            self._path = locate(checkpoint_id).path
+
+    def storage_meta(self) -> EngineStorageMeta:
+        """The handshake: a planner that receives it knows that the writer is ours."""
+        return EngineStorageMeta(checkpoint_id=self._path, save_id=self._save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save. ``kwargs`` must keep its name: DCP looks for it and then passes ``rank`` and ``use_collectives``.
+
+        Raises:
+            UnsupportedModeError: ``use_collectives=False``, where every rank would publish a checkpoint of its own.
+            InvalidOptionError: no path was given, neither here nor as ``checkpoint_id``.
+        """
+        if not kwargs.get("use_collectives", True):
+            raise UnsupportedModeError(
+                "dcp.save(use_collectives=False) is not supported: without collectives no rank could know that all others have written",
+                rank=kwargs.get("rank"),
+                remedy="leave use_collectives at True, or save each rank to a path of its own with no_dist=True",
+            )
+        if self._path is None:
+            raise InvalidOptionError("no path to write to", remedy="pass ShardWriter(path) or dcp.save(..., checkpoint_id=path)")
+        self._begin_save(rank=int(kwargs.get("rank", 0)), is_coordinator=is_coordinator)
+        if self._abandoned is not None:
+            publisher, attempt = self._abandoned
+            self._abandoned = None
+            publisher.abort(attempt)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Add this rank's token.
+
+        Raises:
+            UnsupportedModeError: a stock planner replays a cached plan, which would also replay the previous save's destination.
+        """
+        if not plan.usable and plan.planner_data is None:
+            raise UnsupportedModeError(
+                "the stock planner's enable_plan_caching replays the previous save's plan, destination included",
+                path=self._path,
+                rank=self._rank,
+                remedy="use BalancedSavePlanner, which caches safely, or DefaultSavePlanner(enable_plan_caching=False)",
+            )
+        return _with_storage_data(plan, _LocalTicket(self._token))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Check the target and create the attempt.
+
+        Raises:
+            CheckpointExistsError: something is at ``path`` already; StorageError kinds: it cannot be written.
+            RankDisagreementError: the number of plans is not the group's size.
+        """
+        world_size = len(plans)
+        if self._process_group is not None and dist.get_world_size(self._process_group) != world_size:
+            raise RankDisagreementError(
+                "the save runs on another process group than the writer was given",
+                path=self._path,
+                expected=f"{dist.get_world_size(self._process_group)} ranks",
+                found=f"{world_size} plans",
+                remedy="pass the same process_group to ShardWriter and to dcp.save",
+            )
+        publisher = self._publisher()
+        attempt = publisher.begin()
+        self._abandoned = (publisher, attempt)
+        self._attempt = attempt
+        return [_with_storage_data(plan, _Ticket(_token_of(plan), attempt, rank, world_size)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shard files; they are durable when it returns. The result holds one record a file, in ``storage_data``.
+
+        Raises:
+            DcpEngineError: of the kind that fits, with this rank in it. The files of this rank are removed.
+        """
+        ticket = plan.storage_data
+        if not isinstance(ticket, _Ticket) or ticket.token != self._token:
+            raise PlanError(
+                "the plan that came back does not belong to this save",
+                path=self._path,
+                rank=self._rank,
+                expected="the storage_data that the coordinator's ShardWriter.prepare_global_plan returned for this rank",
+                found=type(ticket).__name__,
+                remedy="keep SavePlan.storage_data in custom planners, and do not replay cached plans",
+            )
+        try:
+            receipts = self._write_files(plan, planner, ticket)
+        except DcpEngineError as error:
+            error.rank = ticket.rank if error.rank is None else error.rank
+            error.path = self._path if error.path is None else error.path
+            error.step = self._step_of_path() if error.step is None else error.step
+            raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(
+            [WriteResult(index=MetadataIndex(r.name), size_in_bytes=r.size_bytes, storage_data=r) for r in receipts],
+        )
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish, and fill ``metadata``: ``dcp.save`` returns that very object.
+
+        Raises:
+            PlanError: what the ranks wrote is not what was planned. CommitError kinds: it could not be published. Nothing is visible then.
+        """
+        assert self._attempt is not None, "finish() before prepare_global_plan()"
+        publisher, attempt = self._publisher(), self._attempt
+        try:
+            receipts = self._checked_receipts(metadata, results, attempt)
+            manifest = self._manifest(metadata, receipts, attempt, world_size=len(results))
+            encoded = manifest.encode()
+            publisher.commit(attempt, encoded, [(record.name, record.size_bytes) for record in manifest.files])
+        except CommitStateUnknownError:
+            self._abandoned = None  # it may be published: nothing of it may be removed
+            raise
+        except BaseException:
+            self._abandoned = None
+            publisher.abort(attempt)
+            raise
+        self._abandoned = None
+        self._fill(metadata, manifest)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether ``checkpoint_id`` is a path or URL that this engine can write to."""
+        return is_supported_path(checkpoint_id)
+
+    # -- DCP's attribute --------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The path of the current or next save."""
+        return self._path
+
+    # -- inside -----------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group cannot cross processes; the process that DCP saves from has a group of its own.
+        return {**self.__dict__, "_process_group": None, "_abandoned": None}
+
+    def _begin_save(self, *, rank: int, is_coordinator: bool) -> None:
+        self._rank = rank
+        self._is_coordinator = is_coordinator
+        self._token = secrets.token_hex(16)
+        self._save_id = str(uuid.uuid4())
+        self._attempt: AttemptRef | None = None
+
+    def _publisher(self) -> Publisher:
+        assert self._path is not None
+        return open_publisher(self._path, storage_options=self._storage_options, overwrite=self._overwrite)
+
+    def _step_of_path(self) -> int | None:
+        if self._step is not None or self._path is None:
+            return self._step
+        return parse_step_name(self._path.rstrip("/").rpartition("/")[2])
+
+    def _write_files(self, plan: SavePlan, planner: SavePlanner, ticket: _Ticket) -> list[ShardReceipt]:
+        publisher = self._publisher()
+        directory = publisher.attempt(ticket.attempt)
+        by_component = dcp_records.sources_of_plan(plan, planner, self._components)
+        receipts = []
+        # fsync of one file runs beside the writing of the next: it is a third of a save to disk when it comes after.
+        with WorkerPool(self._options.threads) as pool, ThreadPoolExecutor(1, thread_name_prefix="dcp-engine-fsync") as syncing:
+            commits = []
+            for component, sources in sorted(by_component.items()):
+                receipt, commit = self._write_file(directory, component, sources, ticket, pool)
+                receipts.append(receipt)
+                commits.append(syncing.submit(commit))
+            for future in commits:
+                future.result()
+        publisher.seal(ticket.attempt)
+        return receipts
+
+    def _write_file(
+        self, directory: Directory, component: str, sources: list[ChunkSource], ticket: _Ticket, pool: WorkerPool
+    ) -> tuple[ShardReceipt, Any]:
+        name = f"{component}-{ticket.rank:05d}.shard"
+        file = directory.create(name)
+        try:
+            receipt = write_shard(
+                file,
+                name=name,
+                component=component,
+                rank=ticket.rank,
+                world_size=ticket.world_size,
+                nonce=ticket.attempt.nonce,
+                sources=sources,
+                options=self._options,
+                pool=pool,
+            )
+        except BaseException:
+            file.abort()
+            raise
+        return receipt, file.commit
+
+    def _checked_receipts(self, metadata: Metadata, results: list[list[WriteResult]], attempt: AttemptRef) -> list[ShardReceipt]:
+        receipts: list[ShardReceipt] = []
+        delivered: set[dcp_records.Box] = set()
+        num_delivered = 0
+        for rank, written in enumerate(results):
+            for result in written:
+                receipt = result.storage_data
+                if not isinstance(receipt, ShardReceipt) or receipt.nonce != attempt.nonce or receipt.rank != rank:
+                    raise PlanError("a rank reported files of another save", path=self._path, rank=rank, file=result.index.fqn)
+                boxes = dcp_records.chunks_of_table(ShardTable.from_msgpack(receipt.footer))
+                num_delivered += len(boxes)
+                delivered |= boxes
+                receipts.append(receipt)
+        planned = dcp_records.chunks_of_metadata(metadata)
+        if delivered != planned or num_delivered != len(planned):
+            odd = delivered ^ planned
+            raise PlanError(
+                "the ranks did not write exactly what was planned",
+                path=self._path,
+                tensor=min(odd)[0] if odd else None,
+                expected=f"{len(planned)} chunks, each once",
+                found=f"{num_delivered} chunks written, {len(planned - delivered)} missing, {len(delivered - planned)} not planned",
+                remedy="custom planners must write the items of create_global_plan, and describe just those in its Metadata",
+            )
+        return receipts
+
+    def _manifest(self, metadata: Metadata, receipts: list[ShardReceipt], attempt: AttemptRef, *, world_size: int) -> Manifest:
+        planner_data = metadata.planner_data
+        ours = isinstance(planner_data, PlannerData)
+        return Manifest.build(
+            receipts=receipts,
+            empty_entries=list(dcp_records.empty_entries(metadata)),
+            nonce=attempt.nonce,
+            writer_version=__version__,
+            run_id=self._run_id,
+            step=self._step_of_path(),
+            saved_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            world_size=world_size,
+            aliases=planner_data.ties if ours else {},
+            planner_data=b"" if planner_data is None else encode_object(dict(planner_data) if ours else planner_data, key="planner_data"),
+            skeleton=planner_data.skeleton if ours else b"",
+            metadata=encode_object({"user": self._user_metadata, "environment": _environment()}, key="metadata"),
+            codec=self._options.codec,
+        )
+
+    def _fill(self, metadata: Metadata, manifest: Manifest) -> None:
+        assert self._path is not None
+        metadata.storage_data = dcp_records.ManifestIndex(manifest, self._path)
+        metadata.storage_meta = self.storage_meta()
+        metadata.version = str(manifest.format_version)
+        if isinstance(metadata, EngineMetadata):
+            metadata.step = manifest.step
+            metadata.run_id = manifest.run_id
+            metadata.saved_at = manifest.saved_at
+            metadata.nonce = manifest.nonce
+
+
+def _environment() -> dict[str, str | None]:
+    """The versions that a reader may want to compare; the fuller contract belongs to whoever knows the training job."""
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "cuda": torch.version.cuda}
+
+
+def _with_storage_data(plan: SavePlan, storage_data: object) -> SavePlan:
+    return replace(plan, storage_data=storage_data)
+
+
+def _token_of(plan: SavePlan) -> str:
+    return plan.storage_data.token if isinstance(plan.storage_data, _LocalTicket) else ""
