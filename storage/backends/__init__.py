@@ -1,1 +1,6 @@
-"""Back ends: where files of a checkpoint lie."""
+"""Back ends: where the bytes of a checkpoint live. Local directories by system calls, everything else through fsspec."""
+
+from dcp_engine.storage.backends.base import Buffer, Directory, ReadFile, WriteFile
+from dcp_engine.storage.backends.locations import Location, is_remote, locate, resolve
+
+__all__ = ["Buffer", "Directory", "Location", "ReadFile", "WriteFile", "is_remote", "locate", "resolve"]

@@ -1,0 +1,269 @@
+"""Local directories (and network file systems that look like them) by plain system calls, which say exactly what failed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+
+from dcp_engine.errors import LimitExceededError, MissingFileError, StorageError, TruncatedFileError
+from dcp_engine.storage.backends.base import Buffer
+from dcp_engine.storage.backends.failures import storage_failure
+from dcp_engine.storage.backends.linux import start_writeback
+from dcp_engine.storage.backends.locations import check_name
+
+__all__ = ["LocalDirectory", "LocalReadFile", "LocalWriteFile", "file_kind", "flush_directory", "make_directories"]
+
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# Without O_NONBLOCK, a FIFO planted under the name of a shard would block the open for ever.
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_MAX_PARTS = min(os.sysconf("SC_IOV_MAX"), 1024) if os.sysconf("SC_IOV_MAX") > 0 else 16
+_WRITEBACK_BYTES = 8 * 2**20
+# Some file systems (FUSE, CIFS) have no flush for directories and say so: there, a name is as durable as it gets.
+_NO_DIRECTORY_FLUSH = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
+_KINDS = (
+    (stat.S_ISREG, "a file"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def file_kind(mode: int) -> str:
+    """What an entry of a directory is, in words, from its ``st_mode``."""
+    return next((words for test, words in _KINDS if test(mode)), "a device")
+
+
+def flush_directory(path: str) -> None:
+    """Makes the names in a directory durable. Raises ``OSError``."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_FLUSH:
+            raise
+    finally:
+        os.close(fd)
+
+
+def make_directories(path: str) -> None:
+    """Creates a directory and its missing parents, each made durable in its own parent; modes follow the umask. Raises ``OSError``."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for path in reversed(missing):
+        try:
+            os.mkdir(path, 0o777)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
+        flush_directory(os.path.dirname(path))
+
+
+def _batches(parts: Sequence[Buffer]) -> Iterator[list[memoryview]]:
+    """The parts as bytes, without empty ones, in groups that one system call takes."""
+    views = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]
+    for start in range(0, len(views), _MAX_PARTS):
+        yield views[start : start + _MAX_PARTS]
+
+
+def _advance(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of the views after a call that took only ``num_bytes`` of them."""
+    for index, view in enumerate(views):
+        if num_bytes < view.nbytes:
+            return [view[num_bytes:], *views[index + 1 :]]
+        num_bytes -= view.nbytes
+    return []
+
+
+class LocalWriteFile:
+    """A new file, written by gathered appends, flushed once. See :class:`~dcp_engine.storage.backends.base.WriteFile`."""
+
+    def __init__(self, path: str, name: str, fd: int) -> None:
+        self._path = path
+        self._name = name
+        self._fd = fd
+        self._position = 0
+        self._written_back = 0
+        self._dead = False
+        self._committed = False
+        self._aborted = False
+
+    @property
+    def position(self) -> int:
+        """Bytes appended so far."""
+        return self._position
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        """Appends all bytes of all parts; short writes are continued."""
+        self._check_usable()
+        for batch in _batches(parts):
+            views = batch
+            while views:
+                try:
+                    num_bytes = os.writev(self._fd, views)
+                except OSError as error:
+                    self._dead = True
+                    raise storage_failure(error, f"write at byte {self._position}", path=self._path, file=self._name) from error
+                if num_bytes == 0:
+                    self._dead = True
+                    raise StorageError("the file system takes no more bytes and gives no reason", path=self._path, file=self._name)
+                self._position += num_bytes
+                views = _advance(views, num_bytes)
+        if self._position - self._written_back >= _WRITEBACK_BYTES:
+            start_writeback(self._fd, self._written_back, self._position - self._written_back)
+            self._written_back = self._position
+
+    def commit(self) -> None:
+        """Flushes once to the device and closes; an error of either makes the file dead."""
+        self._check_usable()
+        self._dead = True
+        try:
+            os.fsync(self._fd)
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+        except OSError as error:
+            raise storage_failure(error, "flush the file to the device", path=self._path, file=self._name) from error
+        self._committed = True
+
+    def abort(self) -> None:
+        """Closes the file and removes it; what fails is left for the removal of the attempt."""
+        if self._committed or self._aborted:
+            return
+        self._dead = self._aborted = True
+        fd, self._fd = self._fd, -1
+        # The bytes are unwanted, so that errors of both no longer matter: the attempt around them is removed or ignored as a whole.
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(self._path, self._name))
+
+    def _check_usable(self) -> None:
+        if self._dead:
+            raise StorageError("the file was closed or has failed before", path=self._path, file=self._name, remedy="start a new attempt")
+
+
+class LocalReadFile:
+    """An existing file, read by position. See :class:`~dcp_engine.storage.backends.base.ReadFile`."""
+
+    def __init__(self, path: str, name: str, fd: int, size_bytes: int) -> None:
+        self._path = path
+        self._name = name
+        self._fd = fd
+        self._size_bytes = size_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Size when the file was opened."""
+        return self._size_bytes
+
+    def read_into(self, position: int, parts: Sequence[memoryview]) -> None:
+        """Fills all parts from ``position`` on; short reads are continued."""
+        for batch in _batches(parts):
+            views = batch
+            while views:
+                try:
+                    num_bytes = os.preadv(self._fd, views, position)
+                except OSError as error:
+                    raise storage_failure(error, f"read at byte {position}", path=self._path, file=self._name) from error
+                if num_bytes == 0:
+                    wanted = position + sum(view.nbytes for view in views)
+                    raise TruncatedFileError(
+                        "the file ends too early",
+                        path=self._path,
+                        file=self._name,
+                        expected=f"at least {wanted} bytes",
+                        found=f"{position} bytes",
+                    )
+                position += num_bytes
+                views = _advance(views, num_bytes)
+
+    def close(self) -> None:
+        """Frees the descriptor."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class LocalDirectory:
+    """A directory of the local file system. See :class:`~dcp_engine.storage.backends.base.Directory`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    @property
+    def path(self) -> str:
+        """Absolute path."""
+        return self._path
+
+    def create(self, name: str) -> LocalWriteFile:
+        """A new file with the modes of the umask. The directory must exist."""
+        check_name(name, path=self._path)
+        try:
+            fd = os.open(os.path.join(self._path, name), _CREATE_FLAGS, 0o666)
+        except OSError as error:
+            raise storage_failure(error, "create the file", path=self._path, file=name) from error
+        return LocalWriteFile(self._path, name, fd)
+
+    def open(self, name: str) -> LocalReadFile:
+        """An existing regular file, not through a symbolic link."""
+        check_name(name, path=self._path)
+        try:
+            fd = os.open(os.path.join(self._path, name), _OPEN_FLAGS)
+        except OSError as error:
+            raise self._unreadable(error, name) from error
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            os.close(fd)
+            raise MissingFileError("not a regular file", path=self._path, file=name, expected="a file", found=file_kind(info.st_mode))
+        return LocalReadFile(self._path, name, fd, info.st_size)
+
+    def read_small(self, name: str, limit_bytes: int) -> bytes:
+        """The whole of a file of at most ``limit_bytes``."""
+        file = self.open(name)
+        try:
+            if file.size_bytes > limit_bytes:
+                raise LimitExceededError(
+                    "the file is too long",
+                    path=self._path,
+                    file=name,
+                    expected=f"at most {limit_bytes} bytes",
+                    found=f"{file.size_bytes} bytes",
+                )
+            data = bytearray(file.size_bytes)
+            file.read_into(0, [memoryview(data)])
+        finally:
+            file.close()
+        return bytes(data)
+
+    def file_size(self, name: str) -> int:
+        """Size in bytes of a regular file."""
+        check_name(name, path=self._path)
+        try:
+            info = os.lstat(os.path.join(self._path, name))
+        except OSError as error:
+            raise self._unreadable(error, name) from error
+        if not stat.S_ISREG(info.st_mode):
+            raise MissingFileError("not a regular file", path=self._path, file=name, expected="a file", found=file_kind(info.st_mode))
+        return info.st_size
+
+    def names(self) -> list[str]:
+        """Everything in it, sorted."""
+        try:
+            return sorted(os.listdir(self._path))
+        except OSError as error:
+            raise storage_failure(error, "list the directory", path=self._path) from error
+
+    def _unreadable(self, error: OSError, name: str) -> StorageError | MissingFileError:
+        if error.errno == errno.ELOOP:
+            return MissingFileError("not a regular file", path=self._path, file=name, expected="a file", found="a symbolic link")
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return MissingFileError("the file is not there", path=self._path, file=name)
+        if error.errno == errno.ENXIO:
+            return MissingFileError("not a regular file", path=self._path, file=name, expected="a file", found="a socket or a device")
+        return storage_failure(error, "open the file", path=self._path, file=name)
