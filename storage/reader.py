@@ -54,11 +54,11 @@ class ShardReader(StorageReader):
         verify: check the digest of every block that is read. Sizes, structure and padding are always checked.
         threads: worker threads of this rank; ``None``: the CPUs it may use, shared among torchrun's local ranks, at most 8.
         bytes_in_flight: bytes that the pipeline may hold beyond the targets; at least 4 MiB.
-        allow_opaque: hand bytes of unknown kind to the planner, which may unpickle them: only for checkpoints from people you trust, written with a
-            planner that serialises objects itself.
-        process_group: the group that ``dcp.load`` uses. With it the lowest rank reads COMPLETE and MANIFEST once and broadcasts them, so that all ranks
-            load one checkpoint, and every rank must call ``read_metadata`` the same number of times. Without it disagreement is still found, when plans
-            are compared.
+        allow_opaque: hand bytes of unknown kind to the planner, which may unpickle them: only for checkpoints from people you trust,
+            written with a planner that serialises objects itself.
+        process_group: the group that ``dcp.load`` uses. With it the lowest rank reads COMPLETE and MANIFEST once and broadcasts them, so
+            that all ranks load one checkpoint, and every rank must call ``read_metadata`` the same number of times. Without it
+            disagreement is still found, when plans are compared.
         storage_options: keyword arguments of the fsspec file system of a URL.
 
     Raises:
@@ -99,8 +99,9 @@ class ShardReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """COMPLETE and MANIFEST, checked, as DCP's metadata: an :class:`dcp_engine.types.EngineMetadata`.
 
-        ``kwargs`` must keep its name. ``dcp.load`` swallows an exception of its first call, calls again with ``rank`` and, when that fails too, raises an
-        ``AssertionError`` without our error. So the first call raises, for callers of their own, and the second returns metadata whose fields raise.
+        ``kwargs`` must keep its name. ``dcp.load`` swallows an exception of its first call, calls again with ``rank`` and, when that fails
+        too, raises an ``AssertionError`` without our error. So the first call raises, for callers of their own, and the second returns
+        metadata whose fields raise.
 
         Raises:
             CheckpointNotFoundError, IncompleteCheckpointError: there is none; the message says what is there.
@@ -196,33 +197,32 @@ class ShardReader(StorageReader):
     def _open(self) -> tuple[OpenCheckpoint, EngineMetadata]:
         if self._path is None:
             raise InvalidOptionError("no path to read from", remedy="pass ShardReader(path) or dcp.load(..., checkpoint_id=path)")
-        opened = (
-            self._open_together() if self._process_group is not None else open_checkpoint(self._path, storage_options=self._storage_options)
-        )
+        if self._process_group is None:
+            opened = open_checkpoint(self._path, storage_options=self._storage_options)
+        else:
+            opened = self._open_together(self._path, self._process_group)
         manifest = Manifest.decode(opened.manifest_bytes, path=self._path)
         digest = hashlib.sha256(opened.manifest_bytes).hexdigest()
         return opened, dcp_records.metadata_of_manifest(manifest, path=self._path, manifest_sha256=digest)
 
-    def _open_together(self) -> OpenCheckpoint:
+    def _open_together(self, path: str, group: dist.ProcessGroup) -> OpenCheckpoint:
         """The lowest rank of the group reads, all others take its word, or its error."""
-        assert self._path is not None
-        group = self._process_group
         leads = dist.get_rank(group) == 0
         opened: OpenCheckpoint | None = None
         box: list[Any] = [None]
         if leads:
             try:
-                opened = open_checkpoint(self._path, storage_options=self._storage_options)
+                opened = open_checkpoint(path, storage_options=self._storage_options)
                 box[0] = (opened.marker, opened.manifest_bytes)
             except DcpEngineError as error:
                 error.rank = 0
                 box[0] = error
-        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
         if isinstance(box[0], DcpEngineError):
             raise box[0]
         if opened is None:
             marker, manifest_bytes = box[0]
-            opened = attach_checkpoint(self._path, marker, manifest_bytes, storage_options=self._storage_options)
+            opened = attach_checkpoint(path, marker, manifest_bytes, storage_options=self._storage_options)
         return opened
 
 

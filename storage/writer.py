@@ -74,13 +74,14 @@ class ShardWriter(StorageWriter):
     4. ``write_data`` (all ranks): writes this rank's shard files, each durable when it returns.
     5. ``finish`` (coordinator): holds the receipts against the plans, writes MANIFEST and COMPLETE, publishes, fills the ``Metadata``.
 
-    Nothing is visible at ``path`` before 5 is through, and it is there whole afterwards. DCP has no call for an abandoned save: what a failed one leaves
-    beside ``path`` (``.tmp-<name>-<nonce>``) is removed when this writer begins its next save.
+    Nothing is visible at ``path`` before 5 is through, and it is there whole afterwards. DCP has no call for an abandoned save: what a
+    failed one leaves beside ``path`` (``.tmp-<name>-<nonce>``) is removed when this writer begins its next save.
 
     Args:
-        path: directory or URL of the checkpoint, for instance ``runs/7/step-00000100`` or ``s3://bucket/run/step-00000100``. ``None``: it must
-            come as ``checkpoint_id`` of ``dcp.save``.
-        codec: ``"auto"`` (byte planes and zstd for floats, zstd for the rest, raw where neither pays), ``"planes"``, ``"zstd"`` or ``"raw"``.
+        path: directory or URL of the checkpoint, for instance ``runs/7/step-00000100`` or ``s3://bucket/run/step-00000100``. ``None``: it
+            must come as ``checkpoint_id`` of ``dcp.save``.
+        codec: ``"auto"`` (byte planes and zstd for floats, zstd for the rest, raw where neither pays), ``"planes"``, ``"zstd"`` or
+            ``"raw"``.
         level: zstd level, 1 to 22.
         threads: worker threads of this rank; ``None``: the CPUs it may use, shared among torchrun's local ranks, at most 8.
         bytes_in_flight: bytes that the pipeline may hold beyond the state itself; at least 4 MiB.
