@@ -1,0 +1,50 @@
+"""The only place that touches private names of torch, with the versions for which each is needed.
+
+Everything is looked up when used and may be absent: a name that a release of torch lacks means that no value can be of that kind.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["is_fake_tensor", "is_legacy_sharded_tensor", "is_strided_shard", "is_traceable_wrapper", "wait_for_collective"]
+
+
+def _loaded(module: str, name: str) -> Any:
+    """An attribute of a module, None where the module was never imported: then no object of its types can exist."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _is_instance_of(value: object, module: str, name: str) -> bool:
+    cls = _loaded(module, name)
+    return isinstance(cls, type) and isinstance(value, cls)
+
+
+def is_fake_tensor(value: object) -> bool:
+    """A tensor without data from a tracing mode (private in 2.11 to 2.14)."""
+    return _is_instance_of(value, "torch._subclasses.fake_tensor", "FakeTensor")
+
+
+def is_legacy_sharded_tensor(value: object) -> bool:
+    """``ShardedTensor`` of FSDP1's sharded state dicts (2.11 to 2.14, where it still exists)."""
+    return _is_instance_of(value, "torch.distributed._shard.sharded_tensor.api", "ShardedTensor")
+
+
+def is_strided_shard(placement: object) -> bool:
+    """FSDP2 over TP on one dimension. A subclass of ``Shard`` in 2.11, a class beside it in later releases."""
+    return _is_instance_of(placement, "torch.distributed.tensor.placement_types", "_StridedShard")
+
+
+def is_traceable_wrapper(value: torch.Tensor) -> bool:
+    """Whether the tensor's class intercepts operators, so that its own memory is not its content."""
+    return type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or the finished result where it stands for a functional collective in flight (2.11 to 2.14)."""
+    if _is_instance_of(tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
+        return tensor.wait()  # type: ignore[attr-defined, no-any-return]
+    return tensor

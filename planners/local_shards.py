@@ -1,0 +1,347 @@
+"""What part of a tensor this rank holds: the boxes of the global tensor and the local data of each.
+
+DTensor's own answer is one box per rank, which is wrong where a rank's rows are not contiguous. Here each dimension keeps the runs of
+global indices that the rank holds, and every placement splits them, from the first mesh dimension to the last:
+
+- ``Shard`` as ``torch.chunk`` does;
+- ``_StridedShard`` first into ``split_factor`` pieces, then each piece over the mesh dimension, as torch 2.13's
+  ``local_shard_size_and_offset`` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dcp_engine.compat import is_fake_tensor, is_legacy_sharded_tensor, is_strided_shard, is_traceable_wrapper, wait_for_collective
+from dcp_engine.errors import UnsupportedTensorError
+from dcp_engine.planners.geometry import run_boxes
+
+__all__ = ["LocalShard", "LocalTensor", "Split", "describe", "is_tensor_like", "local_runs"]
+
+Kind = Literal["plain", "dtensor", "duck", "checkpointable"]
+Shape = tuple[int, ...]
+Runs = tuple[tuple[int, int], ...]
+Boxes = tuple[tuple[Shape, Shape, Shape], ...]
+
+_CHECKPOINTABLE_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """One box of a global tensor that this rank holds.
+
+    Attributes:
+        offsets: start in the global tensor, elements.
+        sizes: size of the box, elements.
+        tensor: the local data of exactly ``sizes``: a view of the caller's memory, detached, on any device.
+    """
+
+    offsets: Shape
+    sizes: Shape
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """One key's tensor as this rank sees it.
+
+    Attributes:
+        key: key in the flattened state.
+        dtype: element type.
+        global_shape: shape of the whole tensor.
+        shards: the boxes held here, none empty, except that a tensor without elements has one box of its whole shape. Empty where the
+            rank takes part but holds no element.
+        may_be_replicated: other ranks may hold the same boxes.
+        kind: where the geometry came from.
+    """
+
+    key: str
+    dtype: torch.dtype
+    global_shape: Shape
+    shards: tuple[LocalShard, ...]
+    may_be_replicated: bool
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One placement that divides a dimension: ``dim`` over the mesh dimension, first into ``pieces`` (1: a plain ``Shard``)."""
+
+    dim: int
+    num_parts: int
+    part: int
+    pieces: int = 1
+
+
+def is_tensor_like(value: object) -> bool:
+    """Whether :func:`describe` takes the value: a tensor, or any object that speaks DCP's duck protocol for tensors."""
+    return isinstance(value, torch.Tensor) or (hasattr(value, "__create_chunk_list__") and hasattr(value, "__get_tensor_shard__"))
+
+
+def describe(key: str, value: Any, *, loading: bool = False) -> LocalTensor | None:
+    """The boxes of ``value`` that this rank holds.
+
+    Args:
+        key: key in the flattened state, for errors.
+        value: a tensor of any kind: plain, ``nn.Parameter``, DTensor, one with 2.14's ``CheckpointableTensor`` fields, or an object with
+            ``__create_write_items__`` / ``__create_chunk_list__`` and ``__get_tensor_shard__``.
+        loading: the tensor is a target: it may be on the meta device.
+
+    Returns:
+        None where this rank is outside the tensor's mesh.
+
+    Raises:
+        UnsupportedTensorError: a tensor that cannot be stored, by name: partial placements, legacy ``ShardedTensor``, sparse, nested,
+            mkldnn or quantised layouts, fake or meta tensors at save, unknown wrapper subclasses.
+
+    Thread-safety: pure, but for waiting on collectives in flight.
+    """
+    if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+        if not hasattr(value, "global_shape"):  # the common case, kept short: there may be a hundred thousand of them
+            return _describe_plain(key, _checked(key, value, loading))
+    if is_legacy_sharded_tensor(value):
+        raise UnsupportedTensorError(
+            "a legacy ShardedTensor cannot be saved or loaded",
+            tensor=key,
+            found=_type_name(value),
+            remedy="use FSDP2, or FSDP1 with a device_mesh, whose state dicts hold DTensors",
+        )
+    if isinstance(value, DTensor):
+        return _describe_dtensor(key, value, loading)
+    if hasattr(value, "__create_chunk_list__") or hasattr(value, "__create_write_items__"):
+        return _describe_duck(key, value, value, loading)
+    if isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _CHECKPOINTABLE_FIELDS):
+        return _describe_checkpointable(key, value, loading)
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedTensorError("not a tensor", tensor=key, found=_type_name(value))
+    return _describe_plain(key, _checked(key, value, loading))
+
+
+def local_runs(size: int, splits: Sequence[Split]) -> Runs:
+    """Runs ``(start, length)`` of global indices that remain of ``range(size)`` after every split, in local order, none empty."""
+    runs: Runs = ((0, size),) if size else ()
+    for split in splits:
+        length = sum(run[1] for run in runs)
+        parts: list[tuple[int, int]] = []
+        for piece in range(split.pieces):
+            begin, end = _chunk(length, split.pieces, piece)
+            first, last = _chunk(end - begin, split.num_parts, split.part)
+            parts += _take(runs, begin + first, begin + last)
+        runs = _merged(parts)
+    return runs
+
+
+def _chunk(length: int, num_chunks: int, index: int) -> tuple[int, int]:
+    """Begin and end of one chunk of ``torch.chunk``, which may be empty."""
+    full = -(-length // num_chunks)
+    return min(length, full * index), min(length, full * (index + 1))
+
+
+def _take(runs: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """The elements at local positions ``begin:end``."""
+    taken = []
+    position = 0
+    for start, length in runs:
+        first, last = max(begin - position, 0), min(end - position, length)
+        if first < last:
+            taken.append((start + first, last - first))
+        position += length
+    return taken
+
+
+def _merged(parts: Sequence[tuple[int, int]]) -> Runs:
+    merged: list[tuple[int, int]] = []
+    for start, length in parts:
+        if merged and merged[-1][0] + merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
+        else:
+            merged.append((start, length))
+    return tuple(merged)
+
+
+@lru_cache(maxsize=4096)
+def _local_boxes(global_shape: Shape, splits: tuple[Split, ...]) -> tuple[Shape, Boxes]:
+    """Local shape, and per box its global offsets, sizes and local offsets."""
+    runs = [local_runs(size, [split for split in splits if split.dim == dim]) for dim, size in enumerate(global_shape)]
+    rows = zip(*(array.tolist() for array in run_boxes(runs)), strict=True)
+    boxes = tuple((tuple(offsets), tuple(sizes), tuple(local)) for offsets, sizes, local in rows)
+    return tuple(sum(run[1] for run in axis) for axis in runs), boxes
+
+
+def _describe_plain(key: str, tensor: torch.Tensor) -> LocalTensor:
+    shape = tuple(tensor.shape)
+    return LocalTensor(key, tensor.dtype, shape, (LocalShard((0,) * len(shape), shape, tensor),), True, "plain")
+
+
+def _describe_dtensor(key: str, value: DTensor, loading: bool) -> LocalTensor | None:
+    mesh = value.device_mesh
+    coordinate = mesh.get_coordinate()
+    shape = tuple(value.shape)
+    splits, replicated = _splits(key, value, coordinate or [0] * mesh.ndim)
+    if coordinate is None:
+        return None
+    with torch.no_grad():  # with gradients on, to_local would record an autograd function
+        local = value.to_local()
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    may_be_replicated = replicated or mesh.size() < world_size
+    if hasattr(local, "__create_chunk_list__") or hasattr(local, "__create_write_items__"):
+        return _describe_duck(key, local, value, loading)
+    local = _checked(key, local, loading)
+    local_shape, boxes = _local_boxes(shape, splits)
+    if local_shape != tuple(local.shape) and (math.prod(local_shape) or local.numel()):
+        raise UnsupportedTensorError(
+            "the local tensor does not have the shape that the DTensor's placements give this rank",
+            tensor=key,
+            expected=f"{local_shape} of {shape} under {value.placements} on a mesh of {tuple(mesh.shape)}",
+            found=tuple(local.shape),
+            remedy="give DTensor.from_local the global shape and stride where shards are uneven",
+        )
+    if math.prod(shape) == 0:
+        return LocalTensor(key, local.dtype, shape, (_without_elements(shape, local),), may_be_replicated, "dtensor")
+    shards = tuple(LocalShard(offsets, sizes, _narrow(local, start, sizes)) for offsets, sizes, start in boxes)
+    return LocalTensor(key, local.dtype, shape, shards, may_be_replicated, "dtensor")
+
+
+def _splits(key: str, value: DTensor, coordinate: Sequence[int]) -> tuple[tuple[Split, ...], bool]:
+    """The placements that divide a dimension, and whether the tensor is replicated over a mesh dimension."""
+    splits = []
+    replicated = False
+    for mesh_dim, placement in enumerate(value.placements):
+        num_parts, part = int(value.device_mesh.size(mesh_dim)), int(coordinate[mesh_dim])
+        dim = getattr(placement, "dim", 0)
+        dim = dim + value.ndim if dim < 0 else dim
+        if is_strided_shard(placement):
+            splits.append(Split(dim, num_parts, part, int(placement.split_factor)))  # type: ignore[attr-defined]
+        elif isinstance(placement, Shard) and type(placement) is Shard:
+            splits.append(Split(dim, num_parts, part))
+        elif isinstance(placement, Replicate):
+            replicated = replicated or num_parts > 1
+        else:
+            raise UnsupportedTensorError(
+                f"a DTensor with the placement {placement!r} cannot be saved or loaded",
+                tensor=key,
+                expected="Shard or Replicate on every mesh dimension",
+                found=value.placements,
+                remedy="redistribute it to Replicate() or Shard() first" if placement.is_partial() else None,
+            )
+    return tuple(splits), replicated
+
+
+def _without_elements(shape: Shape, local: torch.Tensor) -> LocalShard:
+    return LocalShard((0,) * len(shape), shape, local.new_empty(shape))
+
+
+def _narrow(local: torch.Tensor, start: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    for dim, (begin, size) in enumerate(zip(start, sizes, strict=True)):
+        if size != local.shape[dim]:
+            local = local.narrow(dim, begin, size)
+    return local
+
+
+def _describe_duck(key: str, value: Any, whole: Any, loading: bool) -> LocalTensor:
+    """A value that speaks DCP's duck protocol; ``whole`` is the DTensor around it, or the value itself."""
+    boxes: list[tuple[Shape, Shape, MetadataIndex]] = []
+    shape = tuple(whole.size())
+    if loading or not hasattr(value, "__create_write_items__"):
+        for number, chunk in enumerate(value.__create_chunk_list__()):
+            boxes.append((tuple(chunk.offsets), tuple(chunk.sizes), MetadataIndex(key, chunk.offsets, number)))
+    else:
+        for item in value.__create_write_items__(key, whole):
+            if item.tensor_data is None or item.index.fqn != key:
+                raise UnsupportedTensorError(
+                    "__create_write_items__ of a tensor must give tensor items under its own key",
+                    tensor=key,
+                    expected=f"tensor items under {key!r}",
+                    found=f"{item.type.name} under {item.index.fqn!r} from {_type_name(value)}",
+                )
+            shape = tuple(item.tensor_data.size)
+            boxes.append((tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes), item.index))
+    shards = []
+    dtype = whole.dtype
+    for offsets, sizes, index in boxes:
+        if math.prod(sizes) == 0 and math.prod(shape):
+            continue
+        data = _checked(key, value.__get_tensor_shard__(index), loading)
+        if tuple(data.shape) != sizes:
+            raise UnsupportedTensorError(
+                f"__get_tensor_shard__ of {_type_name(value)} gives another shape than its chunk",
+                tensor=key,
+                expected=sizes,
+                found=tuple(data.shape),
+            )
+        dtype = data.dtype
+        shards.append(LocalShard(offsets, sizes, data))
+    return LocalTensor(key, dtype, shape, tuple(shards), True, "duck")
+
+
+def _describe_checkpointable(key: str, value: Any, loading: bool) -> LocalTensor:
+    """A plain tensor with the fields of torch 2.14's ``CheckpointableTensor`` protocol, which any release may carry."""
+    local = _checked(key, value, loading)
+    shape = tuple(int(size) for size in value.global_shape)
+    columns = [[tuple(int(number) for number in row) for row in getattr(value, name)] for name in _CHECKPOINTABLE_FIELDS[1:]]
+    if len({len(column) for column in columns}) != 1:
+        raise _bad_fields(key, "as many global_offsets as local_offsets and local_sizes", [len(column) for column in columns])
+    shards = []
+    for offsets, start, sizes in zip(*columns, strict=True):
+        inside = len(offsets) == len(sizes) == len(shape) and len(start) == local.ndim <= len(shape)
+        if not inside or any(o < 0 or s < 0 or o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+            raise _bad_fields(key, f"boxes inside {shape}", (offsets, sizes))
+        if math.prod(sizes) == 0 and math.prod(shape):
+            continue
+        # Fewer local dimensions: the leading dimensions of the box are merged into rows of the local tensor.
+        merged = len(sizes) - local.ndim + 1 if local.ndim < len(sizes) else 1
+        flat = (math.prod(sizes[:merged]), *sizes[merged:]) if sizes else ()
+        if any(b < 0 or b + s > n for b, s, n in zip(start, flat, local.shape, strict=True)):
+            raise _bad_fields(key, f"local boxes inside {tuple(local.shape)}", (start, flat))
+        shards.append(LocalShard(offsets, sizes, _narrow(local, start, flat).view(sizes) if merged > 1 else _narrow(local, start, flat)))
+    return LocalTensor(key, local.dtype, shape, tuple(shards), True, "checkpointable")
+
+
+def _bad_fields(key: str, expected: str, found: object) -> UnsupportedTensorError:
+    return UnsupportedTensorError("the tensor's checkpoint fields contradict each other", tensor=key, expected=expected, found=found)
+
+
+def _checked(key: str, tensor: Any, loading: bool) -> torch.Tensor:
+    """Plain strided data, detached; refuses by name what has no bytes of its own."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedTensorError("the local part of a tensor is not a tensor", tensor=key, found=_type_name(tensor))
+    tensor = wait_for_collective(tensor)
+    reason = _refusal(tensor, loading)
+    if reason is not None:
+        raise UnsupportedTensorError(f"{reason} cannot be {'loaded into' if loading else 'saved'}", tensor=key, found=_type_name(tensor))
+    if type(tensor) is torch.Tensor and not tensor.requires_grad:
+        return tensor
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+def _refusal(tensor: torch.Tensor, loading: bool) -> str | None:
+    """Name of the kind of tensor that has no bytes to store, None where it has."""
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return f"a quantised tensor ({tensor.dtype})"
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        if torch.nn.parameter.is_lazy(tensor):
+            return "a parameter that is not yet initialised"
+        if is_fake_tensor(tensor):
+            return "a fake tensor, which has no data,"
+        if is_traceable_wrapper(tensor):
+            return f"a tensor of the wrapper class {type(tensor).__qualname__}, whose content the engine does not know,"
+    if tensor.is_meta and not loading:
+        return "a meta tensor, which has no data,"
+    return None
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
