@@ -14,7 +14,7 @@ from dcp_engine.storage.backends.failures import storage_failure
 from dcp_engine.storage.backends.linux import start_writeback
 from dcp_engine.storage.backends.locations import check_name
 
-__all__ = ["LocalDirectory", "LocalReadFile", "LocalWriteFile", "file_kind", "flush_directory", "make_directories"]
+__all__ = ["LocalDirectory", "LocalReadFile", "LocalWriteFile", "file_kind", "flush_directory", "is_mount_point", "make_directories"]
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, a FIFO planted under the name of a shard would block the open for ever.
@@ -47,6 +47,21 @@ def flush_directory(path: str) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def is_mount_point(path: str) -> bool:
+    """Whether something is mounted at a directory: also a bind mount, which shares its parent's device."""
+    if os.path.ismount(path):
+        return True
+    try:
+        with open("/proc/self/mountinfo", "rb") as file:
+            places = {line.split(b" ")[4] for line in file}
+    except (OSError, IndexError):
+        return False  # no such list on this system: a rename onto a bind mount then fails with EBUSY
+    escaped = os.fsencode(os.path.realpath(path))
+    for character in (b"\\", b" ", b"\t", b"\n"):
+        escaped = escaped.replace(character, b"\\%03o" % ord(character))
+    return escaped in places
 
 
 def make_directories(path: str) -> None:

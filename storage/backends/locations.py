@@ -11,7 +11,7 @@ from typing import Any
 from dcp_engine.errors import InvalidOptionError, MalformedCheckpointError
 from dcp_engine.storage.backends.base import Directory
 
-__all__ = ["Location", "check_name", "is_remote", "locate", "resolve"]
+__all__ = ["Location", "check_name", "is_remote", "is_supported_path", "locate", "resolve"]
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]*"
 _LOCAL_URL = re.compile(r"(?:file|local)://(.*)", re.DOTALL)
@@ -122,3 +122,16 @@ def resolve(path: str | os.PathLike[str] | Location, storage_options: Mapping[st
     from dcp_engine.storage.backends.local import LocalDirectory
 
     return LocalDirectory(location.path)
+
+
+def is_supported_path(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is local, or a URL of a scheme that fsspec knows. Asks no storage."""
+    try:
+        location = locate(path)
+    except InvalidOptionError:
+        return False
+    if not location.remote:
+        return True
+    from dcp_engine.storage.backends.remote import knows_scheme
+
+    return knows_scheme(location.path)

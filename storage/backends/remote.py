@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
+from fsspec.registry import available_protocols
 
 from dcp_engine.errors import InvalidOptionError, LimitExceededError, MissingFileError, StorageError, TruncatedFileError
 from dcp_engine.storage.backends.base import Buffer
@@ -23,10 +24,15 @@ from dcp_engine.storage.backends.failures import storage_failure
 from dcp_engine.storage.backends.locations import check_name
 from dcp_engine.storage.backends.spool import Spool
 
-__all__ = ["RemoteDirectory", "RemoteReadFile", "RemoteWriteFile"]
+__all__ = ["RemoteDirectory", "RemoteReadFile", "RemoteWriteFile", "knows_scheme"]
 
 _conditional: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 _conditional_lock = threading.Lock()
+
+
+def knows_scheme(url: str) -> bool:
+    """Whether fsspec has a driver for the URL, installed or not."""
+    return all(scheme in available_protocols() for scheme in url.partition("://")[0].split("::"))
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -154,6 +160,15 @@ class RemoteDirectory:
         check_name(name, path=self._url)
         return RemoteDirectory(f"{self._url}/{name}", self._fs, f"{self._key}/{name}")
 
+    def make(self) -> None:
+        """Makes the directory where the storage needs one. Object stores do not, and some of their drivers would make a bucket instead."""
+        if isinstance(self._fs, AsyncFileSystem):
+            return
+        try:
+            self._fs.makedirs(self._key, exist_ok=True)
+        except Exception as error:  # drivers raise their own libraries' types
+            raise storage_failure(error, "create the directory", path=self._url) from error
+
     def create(self, name: str) -> RemoteWriteFile:
         """A new object. It exists from ``commit`` on."""
         check_name(name, path=self._url)
@@ -246,6 +261,9 @@ class RemoteDirectory:
         """Whether ``create_only`` holds against other writers, found out once per storage by trying it on the object ``probe``.
 
         A driver may ignore the condition, or ask first and write later, which another writer can slip between.
+
+        Raises:
+            StorageError: nothing can be written there at all.
         """
         with _conditional_lock:
             known = _conditional.get(self._fs)
@@ -295,11 +313,14 @@ class RemoteDirectory:
 
     def _probe(self, name: str) -> bool:
         try:
-            first = self.create_only(name, b"1")
-            second = self.create_only(name, b"2")
-            return first and not second
-        except StorageError:
-            return False  # a driver that does not know the condition refuses it; a real failure shows at the first shard
+            try:
+                created = self.create_only(name, b"first")
+            except StorageError:
+                self.replace(name, b"first")  # raises where the storage itself is at fault; else the driver refused the condition
+                return False
+            with contextlib.suppress(StorageError):
+                self.create_only(name, b"second")
+            return created and self.read_small(name, 64) == b"first"
         finally:
             # Storages that never delete keep it: it lies in the attempt's own prefix, where nobody reads it.
             with contextlib.suppress(StorageError):

@@ -1,0 +1,177 @@
+"""The words that both ways of publishing share: an attempt, the names of a checkpoint's files, the marker that makes it one."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dcp_engine.errors import MissingFileError, RankDisagreementError
+from dcp_engine.storage.backends.base import Directory
+from dcp_engine.storage.envelope import Marker, encode_marker, parse_marker
+from dcp_engine.storage.limits import MAX_MARKER_BYTES
+
+__all__ = [
+    "MANIFEST_NAME",
+    "MARKER_NAME",
+    "AttemptRef",
+    "Publisher",
+    "check_same_target",
+    "is_nonce",
+    "is_own_file",
+    "listing",
+    "marker_of",
+    "new_nonce",
+    "nonce_at",
+    "read_marker",
+]
+
+MANIFEST_NAME = "MANIFEST"
+MARKER_NAME = "COMPLETE"
+
+_SHARD_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}-\d{5,}\.shard")
+_NONCE = re.compile(r"[0-9a-f]{32}")
+_MAX_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRef:
+    """One attempt at writing a checkpoint, as the coordinator tells it to all ranks. May cross ranks by pickle."""
+
+    nonce: str
+    """128 random bits in hex."""
+    target: str
+    """Absolute path or URL that the checkpoint will have."""
+    attempt: str
+    """Absolute path or URL under which the files are written."""
+    remote: bool
+    """Published by a marker in an object store, not by a rename."""
+    replaces: str | None = None
+    """What was at the target and is to be replaced: the nonce of a checkpoint, ``"incomplete"``, or None for nothing."""
+
+
+class Publisher(Protocol):
+    """Makes a checkpoint visible at its target whole, or not at all.
+
+    Calls, in order, and who makes each:
+
+    1. ``begin``: coordinator. Its result goes to all ranks.
+    2. ``attempt``: all ranks, for the directory to create their files in.
+    3. ``seal``: all ranks, when their files are committed.
+    4. ``commit``: coordinator, when all ranks have sealed.
+    5. ``abort``: coordinator, instead of ``commit`` or after it raised anything but ``CommitStateUnknownError``.
+
+    Thread-safety: calls for one attempt come one after the other. May cross processes by pickle.
+    """
+
+    @property
+    def target(self) -> str:
+        """Absolute path or URL of the checkpoint."""
+        ...
+
+    def begin(self) -> AttemptRef:
+        """Checks the target and starts an attempt beside it or under it.
+
+        Raises:
+            CheckpointExistsError: the target holds something that must not be replaced.
+            InvalidOptionError: the target can never be published to, such as a mount point.
+            StorageError: it cannot be written there, with the reason.
+        """
+        ...
+
+    def attempt(self, ref: AttemptRef) -> Directory:
+        """The directory of the attempt, seen from this rank.
+
+        Raises:
+            RankDisagreementError: this rank has another target, or does not see what the coordinator created.
+        """
+        ...
+
+    def seal(self, ref: AttemptRef) -> None:
+        """Makes the names of this rank's files durable. Raises ``StorageError``."""
+        ...
+
+    def commit(self, ref: AttemptRef, manifest: bytes, files: Sequence[tuple[str, int]]) -> None:
+        """Checks that the attempt holds exactly ``files``, adds MANIFEST and COMPLETE, and publishes. Durable when it returns.
+
+        Args:
+            manifest: content of MANIFEST.
+            files: name and size in bytes of every file that the ranks wrote.
+
+        Raises:
+            MissingFileError, TruncatedFileError, CommitError: the attempt does not hold what the ranks reported.
+            ConcurrentCommitError: another writer published here first.
+            CheckpointExistsError: something else came to lie at the target.
+            CommitStateUnknownError: it may be published or not; nothing was deleted, and nothing of the attempt may be.
+            StorageError: the storage failed and nothing was published.
+        """
+        ...
+
+    def abort(self, ref: AttemptRef) -> None:
+        """Removes this attempt, never anything else, as far as possible. Never raises. Does nothing once it is or may be published."""
+        ...
+
+
+def new_nonce() -> str:
+    """128 random bits in hex."""
+    return secrets.token_hex(16)
+
+
+def is_nonce(name: str) -> bool:
+    """Whether a name has the form of a nonce, as directories in object stores have."""
+    return _NONCE.fullmatch(name) is not None
+
+
+def is_own_file(name: str) -> bool:
+    """Whether a name is one that files of a checkpoint have."""
+    return name in (MANIFEST_NAME, MARKER_NAME) or _SHARD_NAME.fullmatch(name) is not None
+
+
+def listing(names: Iterable[str]) -> str:
+    """Names for a message, the first few of them."""
+    names = list(names)
+    more = len(names) - _MAX_LISTED
+    return ", ".join(map(repr, names[:_MAX_LISTED])) + (f" and {more} more" if more > 0 else "")
+
+
+def check_same_target(target: str, ref: AttemptRef) -> None:
+    """Refuses an attempt of a coordinator that publishes elsewhere. Raises ``RankDisagreementError``."""
+    if target != ref.target:
+        raise RankDisagreementError(
+            "this rank was given another path than the coordinator",
+            path=target,
+            expected=repr(ref.target),
+            found=repr(target),
+            remedy="pass the same absolute path or URL on every rank",
+        )
+
+
+def marker_of(nonce: str, data: str, manifest: bytes) -> bytes:
+    """Content of COMPLETE for a manifest.
+
+    Args:
+        data: directory, relative to COMPLETE, that holds the other files: ``"."`` or the nonce.
+    """
+    return encode_marker(Marker(nonce=nonce, data=data, manifest_bytes=len(manifest), manifest_sha256=hashlib.sha256(manifest).hexdigest()))
+
+
+def read_marker(directory: Directory) -> Marker:
+    """COMPLETE of a directory.
+
+    Raises:
+        MissingFileError: there is none.
+        CorruptCheckpointError: it is damaged.
+        UnsupportedVersionError: a newer release wrote it.
+    """
+    return parse_marker(directory.read_small(MARKER_NAME, MAX_MARKER_BYTES), path=directory.path)
+
+
+def nonce_at(directory: Directory) -> str | None:
+    """Nonce of the checkpoint in a directory; None if there is no COMPLETE. Otherwise raises as :func:`read_marker`."""
+    try:
+        return read_marker(directory).nonce
+    except MissingFileError:
+        return None

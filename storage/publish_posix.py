@@ -1,0 +1,337 @@
+"""Publishes by one rename within a directory: local disks, NFS, Lustre. An attempt is complete and flushed before it gets its name.
+
+A replaced checkpoint and the new one swap names in one step where the system can (``RENAME_EXCHANGE``), so that no reader ever finds
+neither; elsewhere the old one is moved aside first and put back if the second rename fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import platform
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import Sequence
+
+from dcp_engine.errors import (
+    CheckpointExistsError,
+    CommitError,
+    CommitStateUnknownError,
+    ConcurrentCommitError,
+    DcpEngineError,
+    InvalidOptionError,
+    RankDisagreementError,
+    TruncatedFileError,
+)
+from dcp_engine.storage.attempts import (
+    MANIFEST_NAME,
+    MARKER_NAME,
+    AttemptRef,
+    check_same_target,
+    is_nonce,
+    is_own_file,
+    listing,
+    marker_of,
+    new_nonce,
+    nonce_at,
+)
+from dcp_engine.storage.backends import Location
+from dcp_engine.storage.backends.failures import PERMISSION_ERRNOS, storage_failure
+from dcp_engine.storage.backends.linux import exchange
+from dcp_engine.storage.backends.local import LocalDirectory, file_kind, flush_directory, is_mount_point, make_directories
+
+__all__ = ["PosixPublisher"]
+
+_logger = logging.getLogger(__name__)
+
+_OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
+# With these the kernel has refused and done nothing. After any other error (EIO, ESTALE, a timeout of a network file system) the server may
+# have renamed all the same.
+_REFUSED = PERMISSION_ERRNOS | {
+    errno.EBUSY,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EXDEV,
+    errno.EMLINK,
+    errno.ENAMETOOLONG,
+    errno.EINVAL,
+    errno.ELOOP,
+}
+_INCOMPLETE = "incomplete"
+_NAME_MAX_BYTES = 255
+# A network file system may take a moment to show a directory that another node made.
+_VISIBILITY_SECS = 15.0
+_POLL_SECS = 0.25
+
+
+class PosixPublisher:
+    """See :class:`~dcp_engine.storage.attempts.Publisher`. No I/O on construction."""
+
+    def __init__(self, location: Location, *, overwrite: bool = False) -> None:
+        self._target = location.path
+        self._parent = os.path.dirname(location.path)
+        self._name = location.name
+        self._overwrite = overwrite
+        self._uncertain: set[str] = set()
+
+    @property
+    def target(self) -> str:
+        """Absolute path of the checkpoint."""
+        return self._target
+
+    def begin(self) -> AttemptRef:
+        """Checks the target, creates the attempt directory beside it."""
+        if not self._name:
+            raise InvalidOptionError("the root of the file system cannot become a checkpoint", path=self._target)
+        if len(os.fsencode(self._name)) > _NAME_MAX_BYTES:
+            raise InvalidOptionError(
+                "the name of the checkpoint is too long", path=self._target, expected=f"at most {_NAME_MAX_BYTES} bytes"
+            )
+        try:
+            make_directories(self._parent)
+        except OSError as error:
+            raise storage_failure(error, "create the parent directory", path=self._parent) from error
+        replaces = self._inspect_target()
+        nonce = new_nonce()
+        attempt = os.path.join(self._parent, _attempt_name(self._name, nonce))
+        try:
+            os.mkdir(attempt, 0o777)
+        except OSError as error:
+            raise storage_failure(error, "create the attempt directory", path=attempt) from error
+        try:
+            flush_directory(self._parent)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.rmdir(attempt)
+            raise storage_failure(error, "flush the directory", path=self._parent) from error
+        return AttemptRef(nonce=nonce, target=self._target, attempt=attempt, remote=False, replaces=replaces)
+
+    def attempt(self, ref: AttemptRef) -> LocalDirectory:
+        """The attempt directory, waited for a moment."""
+        check_same_target(self._target, ref)
+        deadline = time.monotonic() + _VISIBILITY_SECS
+        while not os.path.isdir(ref.attempt):
+            if time.monotonic() >= deadline:
+                raise RankDisagreementError(
+                    "this rank does not see the directory that the coordinator created",
+                    path=ref.attempt,
+                    found=f"no such directory on host {platform.node()!r}",
+                    remedy="save to a file system that all ranks share, mounted at the same place",
+                )
+            time.sleep(_POLL_SECS)
+            with contextlib.suppress(OSError):
+                os.listdir(self._parent)  # makes a network file system ask its server again
+        return LocalDirectory(ref.attempt)
+
+    def seal(self, ref: AttemptRef) -> None:
+        """Flushes the attempt directory."""
+        try:
+            flush_directory(ref.attempt)
+        except OSError as error:
+            raise storage_failure(error, "flush the directory", path=ref.attempt) from error
+
+    def commit(self, ref: AttemptRef, manifest: bytes, files: Sequence[tuple[str, int]]) -> None:
+        """MANIFEST, COMPLETE, rename, each flushed before the next."""
+        check_same_target(self._target, ref)
+        directory = LocalDirectory(ref.attempt)
+        _check_files(directory, files)
+        for name, content in ((MANIFEST_NAME, manifest), (MARKER_NAME, marker_of(ref.nonce, ".", manifest))):
+            file = directory.create(name)
+            file.write([content])
+            file.commit()
+            self.seal(ref)
+        retired = self._publish(ref)
+        try:
+            flush_directory(self._parent)
+        except OSError as error:
+            self._uncertain.add(ref.nonce)
+            raise CommitStateUnknownError(
+                "the checkpoint is in place, but it is not known whether a power cut would leave it there",
+                path=self._target,
+                found=f"flushing its parent failed: {error.strerror}",
+                remedy="check the file system, then read the checkpoint back",
+            ) from error
+        if retired is not None:
+            shutil.rmtree(retired, ignore_errors=True)
+            if os.path.lexists(retired):
+                _logger.warning("could not remove the replaced checkpoint %s: remove it by hand", retired)
+
+    def abort(self, ref: AttemptRef) -> None:
+        """Removes the attempt directory, if it is this attempt's."""
+        if ref.nonce in self._uncertain or not os.path.basename(ref.attempt).endswith(ref.nonce):
+            return
+        try:
+            if nonce_at(LocalDirectory(ref.attempt)) not in (None, ref.nonce):
+                return  # an interrupted replacement left the old checkpoint under this name
+        except DcpEngineError:
+            pass  # a half-written marker of our own
+        shutil.rmtree(ref.attempt, ignore_errors=True)
+        if os.path.lexists(ref.attempt):
+            _logger.warning("could not remove the abandoned attempt %s: it is never read, remove it by hand", ref.attempt)
+
+    # -- the target ---------------------------------------------------------------------------------------------------
+
+    def _inspect_target(self) -> str | None:
+        """What a commit will replace (see ``AttemptRef.replaces``). Raises if there is something that it must not."""
+        try:
+            mode = os.lstat(self._target).st_mode
+            names = sorted(os.listdir(self._target)) if stat.S_ISDIR(mode) else []
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise storage_failure(error, "look at what is there already", path=self._target) from error
+        if not stat.S_ISDIR(mode):
+            raise CheckpointExistsError("the name is taken", path=self._target, found=file_kind(mode), remedy="save to another name")
+        if is_mount_point(self._target):
+            raise InvalidOptionError(
+                "a mount point cannot become a checkpoint: no rename can replace it", path=self._target, remedy="save to a directory in it"
+            )
+        if not names:
+            return None
+        strangers = [name for name in names if not _is_own_entry(self._target, name)]
+        if strangers:
+            raise CheckpointExistsError(
+                "the directory holds what is not part of a checkpoint",
+                path=self._target,
+                found=listing(strangers),
+                remedy="save to another name",
+            )
+        if not self._overwrite:
+            raise CheckpointExistsError(
+                "there is a checkpoint already",
+                path=self._target,
+                found=listing(names),
+                remedy="save to another name, or pass overwrite=True",
+            )
+        try:
+            return nonce_at(LocalDirectory(self._target)) or _INCOMPLETE
+        except DcpEngineError:
+            return _INCOMPLETE  # damaged, or too new: in the way all the same, and the caller asked to replace it
+
+    def _publish(self, ref: AttemptRef) -> str | None:
+        """Gives the attempt its name. Returns where the replaced checkpoint now lies, if there was one."""
+        if ref.replaces is not None and self._inspect_target() != ref.replaces:
+            raise ConcurrentCommitError(
+                "another writer changed the checkpoint that was to be replaced",
+                path=self._target,
+                expected=ref.replaces,
+                remedy="look at what is there",
+            )
+        trash = os.path.join(self._parent, f".trash-{uuid.uuid4().hex}")
+        try:
+            if ref.replaces is None:
+                os.rename(ref.attempt, self._target)
+                return None
+            if not exchange(ref.attempt, self._target):
+                self._rename_twice(ref, trash)
+        except OSError as error:
+            self._look(ref, error)
+        with contextlib.suppress(OSError):
+            os.rename(ref.attempt, trash)  # an exchange has left the old one here
+        return next((place for place in (trash, ref.attempt) if os.path.lexists(place)), None)
+
+    def _rename_twice(self, ref: AttemptRef, trash: str) -> None:
+        """Retires the old checkpoint, then gives its name to the new one; puts the old one back if that fails."""
+        os.rename(self._target, trash)
+        try:
+            os.rename(ref.attempt, self._target)
+        except OSError as error:
+            if os.path.lexists(self._target):
+                raise
+            try:
+                os.rename(trash, self._target)
+            except OSError as second:
+                self._uncertain.add(ref.nonce)
+                raise CommitStateUnknownError(
+                    "the new checkpoint could not be published and the old one could not be put back",
+                    path=self._target,
+                    found=f"{error.strerror}, then {second.strerror}",
+                    remedy=f"rename {trash!r} (the old one) or {ref.attempt!r} (the new one, whole) by hand; nothing was deleted",
+                ) from error
+            raise
+
+    def _look(self, ref: AttemptRef, error: OSError) -> None:
+        """Finds out what a rename that reported an error has done. Returns if the checkpoint is published after all."""
+        there = _nonce_or_error(self._target)
+        if there == ref.nonce:
+            return
+        if isinstance(there, str) and there != ref.replaces:
+            raise ConcurrentCommitError(
+                "another writer published here first",
+                path=self._target,
+                expected=ref.nonce,
+                found=there,
+                remedy="keep the one that is there",
+            ) from error
+        untouched = _nonce_or_error(ref.attempt) == ref.nonce
+        if untouched and error.errno in _OCCUPIED:
+            raise CheckpointExistsError(
+                "something came to lie at the target while the checkpoint was written",
+                path=self._target,
+                found=_describe(self._target),
+                remedy="save to another name",
+            ) from error
+        if untouched and error.errno in _REFUSED:
+            raise storage_failure(error, "publish the checkpoint by renaming its attempt", path=self._target) from error
+        self._uncertain.add(ref.nonce)
+        raise CommitStateUnknownError(
+            "it cannot be told whether the checkpoint was published",
+            path=self._target,
+            found=f"rename of {ref.attempt!r}: {error.strerror}",
+            remedy="look at both names before saving again; nothing was deleted",
+        ) from error
+
+
+def _attempt_name(name: str, nonce: str) -> str:
+    """``.tmp-<name>-<nonce>``, the name cut where the file system would not take it."""
+    room = _NAME_MAX_BYTES - len(f".tmp--{nonce}")
+    cut = name
+    while len(os.fsencode(cut)) > room:
+        cut = cut[:-1]
+    return f".tmp-{cut}-{nonce}"
+
+
+def _is_own_entry(path: str, name: str) -> bool:
+    """Whether an entry is part of a checkpoint: a file of it, or the directory of one that was copied from an object store."""
+    place = os.path.join(path, name)
+    mode = os.lstat(place).st_mode
+    if stat.S_ISDIR(mode) and is_nonce(name):
+        return all(_is_own_entry(place, inner) and not is_nonce(inner) for inner in os.listdir(place))
+    return stat.S_ISREG(mode) and is_own_file(name)
+
+
+def _check_files(directory: LocalDirectory, files: Sequence[tuple[str, int]]) -> None:
+    """The attempt must hold exactly what the ranks reported."""
+    for name, size_bytes in files:
+        found = directory.file_size(name)
+        if found != size_bytes:
+            raise TruncatedFileError(
+                "a file is not as long as its rank reported",
+                path=directory.path,
+                file=name,
+                expected=f"{size_bytes} bytes",
+                found=f"{found} bytes",
+            )
+    unreported = sorted(set(directory.names()) - {name for name, _ in files})
+    if unreported:
+        raise CommitError("the attempt holds files that no rank reported", path=directory.path, found=listing(unreported))
+
+
+def _nonce_or_error(path: str) -> str | DcpEngineError | None:
+    try:
+        return nonce_at(LocalDirectory(path))
+    except DcpEngineError as error:
+        return error
+
+
+def _describe(path: str) -> str:
+    """What is at a path, in words."""
+    try:
+        mode = os.lstat(path).st_mode
+        return listing(sorted(os.listdir(path))) if stat.S_ISDIR(mode) else file_kind(mode)
+    except OSError as error:
+        return f"nothing that can be looked at ({error.strerror})"

@@ -1,0 +1,92 @@
+"""Names of steps, and which steps of a directory are committed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import stat
+from collections.abc import Mapping
+from typing import Any
+
+from dcp_engine.errors import CorruptCheckpointError, InvalidOptionError, MissingFileError, StorageError, UnsupportedVersionError
+from dcp_engine.storage.attempts import read_marker
+from dcp_engine.storage.backends import locate, resolve
+from dcp_engine.storage.backends.failures import storage_failure
+
+__all__ = ["STEP_NAME", "committed_steps", "parse_step_name", "step_name"]
+
+STEP_NAME = "step-%08d"
+"""Name of a step's directory. Steps beyond 8 digits take as many as they need."""
+
+_logger = logging.getLogger(__name__)
+_PATTERN = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})", re.ASCII)
+
+
+def step_name(step: int) -> str:
+    """Name of a step's directory.
+
+    Raises:
+        InvalidOptionError: the step is negative or has more than 19 digits.
+    """
+    name = STEP_NAME % step
+    if parse_step_name(name) is None:
+        raise InvalidOptionError("this cannot be the number of a step", expected="0 to 9999999999999999999", found=step)
+    return name
+
+
+def parse_step_name(name: str) -> int | None:
+    """The step of a directory's name; None for any other name, also one that merely resembles it (``step-7``, ``step-00000007.tmp``)."""
+    match = _PATTERN.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> list[int]:
+    """The committed steps in a directory, in ascending order.
+
+    A step counts if its directory (no symbolic link) has the exact name and its COMPLETE is whole. One of a newer format version counts:
+    it is committed, and passing over it in silence would resume from an older one. The data is not looked at.
+
+    Returns:
+        empty, where the directory does not exist or is no directory.
+
+    Raises:
+        StorageError: the directory, or a COMPLETE in it, cannot be read.
+        InvalidOptionError: the path cannot be one.
+    """
+    location = locate(root)
+    try:
+        names = resolve(location, storage_options).names()
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return []
+        raise
+    steps = []
+    for name in names:
+        step = parse_step_name(name)
+        if step is None:
+            continue
+        place = location.child(name)
+        if not place.remote and not _is_directory(place.path):
+            continue
+        try:
+            read_marker(resolve(place, storage_options))
+        except UnsupportedVersionError:
+            pass
+        except MissingFileError:
+            continue
+        except CorruptCheckpointError as error:
+            _logger.warning("step %d is not counted: %s", step, error)
+            continue
+        steps.append(step)
+    return sorted(steps)
+
+
+def _is_directory(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False  # retired meanwhile
+    except OSError as error:
+        raise storage_failure(error, "look at the step", path=path) from error
