@@ -5,6 +5,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 # One worker takes the tests that start rank processes, the others share the rest: the two kinds do not wait for each other.
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
@@ -24,8 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "dcp-engine needs Python 3.11, 3.12 or 3.13, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1)."; \
 	  echo "Name another one: make install PYTHON=python3.12"; exit 1; } >&2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools torch
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@echo "Installing into $(VENV): some minutes the first time"
+	$(PIP) -c constraints.txt setuptools torch
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
 test: $(STAMP)  ## all tests
@@ -40,7 +42,7 @@ lint: $(STAMP)  ## format and lint, changing nothing
 # Type checkers and import-linter read folders, and do not see where package-dir puts planners/ and storage/: they get an installed copy.
 types: $(STAMP)  ## mypy --strict and the import contracts, on an installed copy
 	rm -rf build/lib build/typed
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --target build/typed .
+	$(PIP) --no-deps --no-build-isolation --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p dcp_engine
 	cd build/typed && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml
 
