@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,11 @@ Shape = tuple[int, ...]
 Runs = tuple[tuple[int, int], ...]
 Boxes = tuple[tuple[Shape, Shape, Shape], ...]
 
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _CHECKPOINTABLE_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
-@dataclass(frozen=True, slots=True)
-class LocalShard:
+class LocalShard(NamedTuple):  # there are as many as tensors: a frozen dataclass takes five times as long to make
     """One box of a global tensor that this rank holds.
 
     Attributes:
@@ -50,8 +50,7 @@ class LocalShard:
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LocalTensor(NamedTuple):
     """One key's tensor as this rank sees it.
 
     Attributes:
@@ -105,9 +104,8 @@ def describe(key: str, value: Any, *, loading: bool = False) -> LocalTensor | No
 
     Thread-safety: pure, but for waiting on collectives in flight.
     """
-    if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
-        if not hasattr(value, "global_shape"):  # the common case, kept short: there may be a hundred thousand of them
-            return _describe_plain(key, _checked(key, value, loading))
+    if type(value) in _PLAIN_TYPES and not hasattr(value, "global_shape"):  # the common case, kept short: there may be 100,000 of them
+        return _describe_plain(key, _checked(key, value, loading))
     if is_legacy_sharded_tensor(value):
         raise UnsupportedTensorError(
             "a legacy ShardedTensor cannot be saved or loaded",
@@ -196,8 +194,11 @@ def _describe_dtensor(key: str, value: DTensor, loading: bool) -> LocalTensor | 
     if hasattr(local, "__create_chunk_list__") or hasattr(local, "__create_write_items__"):
         return _describe_duck(key, local, value, loading)
     local = _checked(key, local, loading)
-    local_shape, boxes = _local_boxes(shape, splits)
-    if local_shape != tuple(local.shape) and (math.prod(local_shape) or local.numel()):
+    for order in _split_orders(splits):
+        local_shape, boxes = _local_boxes(shape, order)
+        if local_shape == tuple(local.shape) or (math.prod(local_shape) == 0 and local.numel() == 0):
+            break
+    else:
         raise UnsupportedTensorError(
             "the local tensor does not have the shape that the DTensor's placements give this rank",
             tensor=key,
@@ -234,6 +235,21 @@ def _splits(key: str, value: DTensor, coordinate: Sequence[int]) -> tuple[tuple[
                 remedy="redistribute it to Replicate() or Shard() first" if placement.is_partial() else None,
             )
     return tuple(splits), replicated
+
+
+def _split_orders(splits: tuple[Split, ...]) -> list[tuple[Split, ...]]:
+    """The orders in which the placements may have divided the tensor.
+
+    FSDP2 over TP divides the TP shard once more and records that as ``_StridedShard`` before the TP ``Shard``. Read from left to right,
+    that gives other rows for a few uneven sizes (9 rows on 4 x 2: the last row moves to another TP rank). Where they differ, the local
+    shape tells what was done.
+    """
+    for position, split in enumerate(splits):
+        later = [other for other in splits[position + 1 :] if other.dim == split.dim]
+        if split.pieces > 1 and split.pieces == math.prod(other.num_parts for other in later):
+            others = [other for other in splits if other is not split]
+            return [(*others, Split(split.dim, split.num_parts, split.part)), splits]
+    return [splits]
 
 
 def _without_elements(shape: Shape, local: torch.Tensor) -> LocalShard:
@@ -314,13 +330,15 @@ def _checked(key: str, tensor: Any, loading: bool) -> torch.Tensor:
     """Plain strided data, detached; refuses by name what has no bytes of its own."""
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedTensorError("the local part of a tensor is not a tensor", tensor=key, found=_type_name(tensor))
-    tensor = wait_for_collective(tensor)
+    if type(tensor) not in _PLAIN_TYPES:
+        tensor = wait_for_collective(tensor)
     reason = _refusal(tensor, loading)
     if reason is not None:
         raise UnsupportedTensorError(f"{reason} cannot be {'loaded into' if loading else 'saved'}", tensor=key, found=_type_name(tensor))
     if type(tensor) is torch.Tensor and not tensor.requires_grad:
         return tensor
-    return tensor.detach().as_subclass(torch.Tensor)
+    # detach() of a subclass would call its overrides
+    return tensor.detach() if type(tensor) is torch.nn.Parameter else tensor.as_subclass(torch.Tensor).detach()
 
 
 def _refusal(tensor: torch.Tensor, loading: bool) -> str | None:
@@ -331,7 +349,7 @@ def _refusal(tensor: torch.Tensor, loading: bool) -> str | None:
         return "a nested tensor"
     if tensor.is_quantized:
         return f"a quantised tensor ({tensor.dtype})"
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+    if type(tensor) not in _PLAIN_TYPES:
         if torch.nn.parameter.is_lazy(tensor):
             return "a parameter that is not yet initialised"
         if is_fake_tensor(tensor):
