@@ -7,6 +7,7 @@ first), which a general compressor turns into far less than the interleaved byte
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from dcp_engine.errors import MalformedCheckpointError
 
-__all__ = ["Document", "Value", "pack_document", "pack_column", "pack_texts", "unpack_column", "unpack_document", "unpack_texts"]
+__all__ = ["Document", "Value", "pack_column", "pack_document", "pack_texts", "unpack_column", "unpack_document", "unpack_texts"]
 
 Value: TypeAlias = int | str | bytes | None
 Document: TypeAlias = dict[str, Value]
@@ -137,7 +138,7 @@ def unpack_texts(data: bytes, lengths: bytes, *, what: str, max_rows: int, max_b
     if total != len(data):
         raise MalformedCheckpointError(f"{what}: lengths do not add up", expected=f"{len(data)} bytes", found=f"{total} bytes")
     bounds = [0, *stops.tolist()]
-    pairs = zip(bounds[:-1], bounds[1:], strict=True)
+    pairs = itertools.pairwise(bounds)
     if data.isascii():
         joined = data.decode("ascii")
         return [joined[start:stop] for start, stop in pairs]

@@ -26,7 +26,6 @@ class DtypeInfo:
         torch_dtype: ``None`` for the two kinds of objects.
         itemsize: bytes of one element.
         plane_itemsize: bytes of one float that the planes codec splits (for complex: of one part); 0 where planes do not apply.
-        num_exponent_planes: how many of the most significant byte planes hold bits of the exponent.
     """
 
     code: int
@@ -34,7 +33,6 @@ class DtypeInfo:
     torch_dtype: torch.dtype | None
     itemsize: int
     plane_itemsize: int = 0
-    num_exponent_planes: int = 0
 
     @property
     def is_object(self) -> bool:
@@ -47,7 +45,7 @@ OBJECT = DtypeInfo(254, "object", None, 1)
 OPAQUE = DtypeInfo(255, "opaque", None, 1)
 """Bytes of a kind that the engine does not know and never interprets."""
 
-# float8 has one plane: all of it is coded as an exponent plane, without moving the sign (a permutation of byte values changes nothing).
+# float8 is a single plane, whose sign stays where it is: a permutation of byte values changes nothing for the entropy coder.
 _TABLE = (
     DtypeInfo(1, "bool", torch.bool, 1),
     DtypeInfo(2, "uint8", torch.uint8, 1),
@@ -58,25 +56,25 @@ _TABLE = (
     DtypeInfo(7, "int32", torch.int32, 4),
     DtypeInfo(8, "uint64", torch.uint64, 8),
     DtypeInfo(9, "int64", torch.int64, 8),
-    DtypeInfo(16, "float16", torch.float16, 2, 2, 1),
-    DtypeInfo(17, "bfloat16", torch.bfloat16, 2, 2, 1),
-    DtypeInfo(18, "float32", torch.float32, 4, 4, 1),
-    DtypeInfo(19, "float64", torch.float64, 8, 8, 2),
-    DtypeInfo(24, "float8_e4m3fn", torch.float8_e4m3fn, 1, 1, 1),
-    DtypeInfo(25, "float8_e5m2", torch.float8_e5m2, 1, 1, 1),
-    DtypeInfo(26, "float8_e4m3fnuz", torch.float8_e4m3fnuz, 1, 1, 1),
-    DtypeInfo(27, "float8_e5m2fnuz", torch.float8_e5m2fnuz, 1, 1, 1),
-    DtypeInfo(28, "float8_e8m0fnu", torch.float8_e8m0fnu, 1, 1, 1),
-    DtypeInfo(32, "complex32", torch.complex32, 4, 2, 1),
-    DtypeInfo(33, "complex64", torch.complex64, 8, 4, 1),
-    DtypeInfo(34, "complex128", torch.complex128, 16, 8, 2),
+    DtypeInfo(16, "float16", torch.float16, 2, 2),
+    DtypeInfo(17, "bfloat16", torch.bfloat16, 2, 2),
+    DtypeInfo(18, "float32", torch.float32, 4, 4),
+    DtypeInfo(19, "float64", torch.float64, 8, 8),
+    DtypeInfo(24, "float8_e4m3fn", torch.float8_e4m3fn, 1, 1),
+    DtypeInfo(25, "float8_e5m2", torch.float8_e5m2, 1, 1),
+    DtypeInfo(26, "float8_e4m3fnuz", torch.float8_e4m3fnuz, 1, 1),
+    DtypeInfo(27, "float8_e5m2fnuz", torch.float8_e5m2fnuz, 1, 1),
+    DtypeInfo(28, "float8_e8m0fnu", torch.float8_e8m0fnu, 1, 1),
+    DtypeInfo(32, "complex32", torch.complex32, 4, 2),
+    DtypeInfo(33, "complex64", torch.complex64, 8, 4),
+    DtypeInfo(34, "complex128", torch.complex128, 16, 8),
     OBJECT,
     OPAQUE,
 )
 _BY_CODE = {info.code: info for info in _TABLE}
 _BY_DTYPE = {info.torch_dtype: info for info in _TABLE if info.torch_dtype is not None}
 
-# Copies between arrays of one integer type move bits; 16 bytes have no integer type, and a complex number's two halves are moved as they are.
+# Copies between arrays of one integer type move bits. 16 bytes have no integer type: a complex number's halves are moved as they are.
 _CARRIERS: dict[int, tuple[torch.dtype, np.dtype[np.generic]]] = {
     1: (torch.uint8, np.dtype(np.uint8)),
     2: (torch.int16, np.dtype(np.int16)),
@@ -85,7 +83,7 @@ _CARRIERS: dict[int, tuple[torch.dtype, np.dtype[np.generic]]] = {
     16: (torch.complex128, np.dtype(np.complex128)),
 }
 
-# itemsize_of[code]: 0 where the code is unknown. Lets whole columns be checked at once.
+# 0 where the code is unknown. Lets whole columns be checked at once.
 ITEMSIZE_OF_CODE = np.zeros(256, dtype=np.int64)
 for _info in _TABLE:
     ITEMSIZE_OF_CODE[_info.code] = _info.itemsize

@@ -209,7 +209,9 @@ def parse_record(data: bytes, magic: bytes, *, file: str, path: str | None = Non
         raise TruncatedFileError("a manifest or footer record is short", file=file, path=path, expected=RECORD_BYTES, found=len(data))
     found_magic, version, zero, stored_bytes, raw_bytes, sha256 = _RECORD.unpack(data)
     if found_magic != magic:
-        raise MalformedCheckpointError("no manifest or footer record where one must be", file=file, path=path, expected=magic, found=found_magic)
+        raise MalformedCheckpointError(
+            "no manifest or footer record where one must be", file=file, path=path, expected=magic, found=found_magic
+        )
     _check_version(version, file=file, path=path)
     if zero:
         raise MalformedCheckpointError("a reserved field is not zero", file=file, path=path, expected=0, found=zero)
@@ -226,7 +228,9 @@ def open_body(record: Record, stored: bytes | memoryview, *, file: str, path: st
         MalformedCheckpointError: not one zstd frame of the recorded raw length.
     """
     if len(stored) != record.stored_bytes:
-        raise TruncatedFileError("a manifest or footer is cut off or too long", file=file, path=path, expected=record.stored_bytes, found=len(stored))
+        raise TruncatedFileError(
+            "a manifest or footer is cut off or too long", file=file, path=path, expected=record.stored_bytes, found=len(stored)
+        )
     found = hashlib.sha256(stored).digest()
     if found != record.sha256:
         raise DigestMismatchError("a manifest or footer is damaged", file=file, path=path, expected=record.sha256.hex(), found=found.hex())
@@ -292,7 +296,11 @@ def parse_marker(data: bytes, *, path: str | None = None) -> Marker:
     match = _MARKER.fullmatch(data) if len(data) <= MAX_MARKER_BYTES else None
     if match is None:
         raise MalformedCheckpointError(
-            "not a completion marker", file="COMPLETE", path=path, expected="six lines", found=f"{len(data)} bytes beginning with {data[:32]!r}"
+            "not a completion marker",
+            file="COMPLETE",
+            path=path,
+            expected="six lines",
+            found=f"{len(data)} bytes beginning with {data[:32]!r}",
         )
     nonce, place, size, sha256, check = (match[index].decode("ascii") for index in range(2, 7))
     found = hashlib.sha256(data[: match.start(6) - len(b"check ")]).hexdigest()

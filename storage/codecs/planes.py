@@ -4,8 +4,8 @@ Of a trained weight the exponent is predictable and the mantissa is noise, but i
 and pushes the last bit of the exponent into the byte below (bfloat16, float32). So sign and that bit change places, the bytes of equal
 significance are gathered into planes, and each plane is stored as one zstd frame or as it is, whichever is smaller.
 
-Payload (``docs/format.md``): one byte number of planes, one byte mask of the compressed planes, two zero bytes, a u32 length for each plane,
-then the planes, least significant first.
+Payload (``docs/format.md``): one byte number of planes, one byte mask of the compressed planes, two zero bytes, a u32 length for each
+plane, then the planes, least significant first.
 """
 
 from __future__ import annotations

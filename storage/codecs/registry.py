@@ -28,7 +28,8 @@ class EncodedBlock:
 
     Attributes:
         codec: ``RAW``, ``ZSTD`` or ``PLANES``.
-        parts: the stored bytes, one part after the other. They may point into the raw bytes or into the scratch: valid until either changes.
+        parts: the stored bytes, one part after the other. They may point into the raw bytes or into the scratch, and are valid until
+            either changes.
         stored_bytes: their total length.
     """
 

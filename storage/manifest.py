@@ -1,0 +1,341 @@
+"""The manifest: what a checkpoint holds and where, as one checked value.
+
+The class models the document and what follows from it, and nothing else: it does no I/O and knows nothing of DCP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_engine.errors import DcpEngineError, MalformedCheckpointError, PlanError
+from dcp_engine.storage import dtypes
+from dcp_engine.storage.columns import pack_document
+from dcp_engine.storage.dtypes import DtypeInfo
+from dcp_engine.storage.envelope import MANIFEST_MAGIC, open_body, pack_record, parse_record
+from dcp_engine.storage.footer import decode_footer
+from dcp_engine.storage.limits import ALIGN_BYTES, FORMAT_VERSION, HEADER_BYTES, RECORD_BYTES
+from dcp_engine.storage.manifest_checks import check_fields, check_files, untiled_entries
+from dcp_engine.storage.manifest_document import FileRecord, from_document, to_document
+from dcp_engine.storage.shard_table import ShardTable, row_starts
+from dcp_engine.storage.table import TableBuilder, merge_tables
+
+__all__ = ["ChunkView", "EntryView", "FileRecord", "Manifest", "Receipt"]
+
+_I64 = npt.NDArray[np.int64]
+
+
+class Receipt(Protocol):
+    """What a manifest needs to know of a file that was written."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def component(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def footer(self) -> bytes: ...
+    @property
+    def footer_sha256(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EntryView:
+    """One stored tensor or object.
+
+    Attributes:
+        id: index of the entry.
+        name: key under which it is stored.
+        dtype: element type.
+        shape: global shape, in elements.
+        chunks: ids of its chunks.
+    """
+
+    id: int
+    name: str
+    dtype: DtypeInfo
+    shape: tuple[int, ...]
+    chunks: _I64
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkView:
+    """One stored box.
+
+    Attributes:
+        entry: id of the entry that it is part of.
+        offsets: where it begins in the entry, in elements.
+        sizes: its extents, in elements.
+        file: index of its file.
+        first_block: id of the block that holds its first byte, among the blocks of all files.
+        num_blocks: consecutive blocks that hold it.
+        block_offset: where it begins in the raw bytes of its first block, in bytes.
+        nbytes: its raw bytes.
+    """
+
+    entry: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: int
+    first_block: int
+    num_blocks: int
+    block_offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """A whole checkpoint, described.
+
+    Made by :meth:`build` or :meth:`decode`; whichever way, it is checked when made: its tables are consistent, its boxes tile every tensor,
+    its names and sizes are within the limits.
+
+    Attributes:
+        writer_version: version of the package that wrote it.
+        nonce: of the attempt, 32 hex digits.
+        run_id: the training run, any text.
+        step: training step, if known.
+        saved_at: when the save was committed to, UTC, RFC 3339 with a final Z.
+        world_size: number of ranks that wrote it.
+        codec: what the writer was asked for; each block has its own.
+        files: the shard files, by component and rank.
+        table: entries, chunks and blocks of all files.
+        aliases: further name -> name of the entry that it shares its storage with.
+        planner_data: DCP's planner data in the encoding of :mod:`dcp_engine.objects`; may be empty.
+        skeleton: the typed containers of the state, likewise.
+        metadata: user metadata and contract, likewise.
+        format_version: version of the format.
+
+    Raises:
+        MalformedCheckpointError, LimitExceededError: a rule of the format does not hold.
+
+    Thread-safety: immutable; what is derived lazily may be derived twice.
+    """
+
+    writer_version: str
+    nonce: str
+    run_id: str
+    step: int | None
+    saved_at: str
+    world_size: int
+    codec: str
+    files: tuple[FileRecord, ...]
+    table: ShardTable
+    aliases: Mapping[str, str]
+    planner_data: bytes
+    skeleton: bytes
+    metadata: bytes
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_files(self)
+        for alias, target in self.aliases.items():
+            if alias in self._ids or target not in self._ids:
+                raise MalformedCheckpointError(
+                    "an alias of nothing, or of a name that is an entry itself", tensor=alias, found=repr(target)
+                )
+        if faulty := untiled_entries(self.table):
+            raise MalformedCheckpointError(
+                "the chunks of an entry do not cover it exactly once", tensor=self.names[faulty[0]], found=self._coverage(faulty[0])
+            )
+
+    def _coverage(self, entry: int) -> str:
+        offsets, sizes, _ = self.chunks_of(entry)
+        volume = int(sizes.prod(axis=1, dtype=np.float64).sum())
+        return f"{len(offsets)} chunks with {volume} elements for shape {self.table.shape(entry)}"
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        receipts: Iterable[Receipt],
+        empty_entries: Sequence[tuple[str, int, tuple[int, ...]]] = (),
+        nonce: str,
+        writer_version: str,
+        run_id: str,
+        step: int | None,
+        saved_at: str,
+        world_size: int,
+        aliases: Mapping[str, str],
+        planner_data: bytes,
+        skeleton: bytes,
+        metadata: bytes,
+        codec: str,
+    ) -> Manifest:
+        """The manifest of files that were written.
+
+        Args:
+            receipts: one for each file, in any order.
+            empty_entries: name, dtype code and shape of tensors without elements, which no file knows of.
+            The rest: see the attributes.
+
+        Raises:
+            PlanError: files of another attempt, disagreement about an entry, or an entry that is not covered exactly once.
+        """
+        ordered = sorted(receipts, key=lambda receipt: (receipt.component, receipt.rank))
+        tables = []
+        for receipt in ordered:
+            footer = decode_footer(receipt.footer)
+            expected = (nonce, receipt.name, receipt.component, receipt.rank, world_size)
+            if (footer.nonce, footer.name, footer.component, footer.rank, footer.world_size) != expected:
+                raise PlanError(
+                    "a file does not belong to this save", file=receipt.name, rank=receipt.rank, expected=expected, found=footer
+                )
+            tables.append(footer.table)
+        extra = TableBuilder()
+        for entry in empty_entries:
+            extra.add_entry(*entry)
+        table, num_blocks, num_chunks = merge_tables([*tables, extra.build()])
+        if faulty := untiled_entries(table):
+            raise PlanError(
+                "the chunks that were written do not cover an entry exactly once",
+                tensor=table.names[faulty[0]],
+                expected=f"shape {table.shape(faulty[0])}",
+                found=sorted(table.box(int(chunk)) for chunk in np.flatnonzero(table.chunk_entries == faulty[0])[:16]),
+            )
+        files = tuple(
+            FileRecord(receipt.name, receipt.component, receipt.rank, receipt.size_bytes, receipt.footer_sha256, chunks, blocks)
+            for receipt, chunks, blocks in zip(ordered, num_chunks[:-1], num_blocks[:-1], strict=True)
+        )
+        return cls(
+            writer_version=writer_version,
+            nonce=nonce,
+            run_id=run_id,
+            step=step,
+            saved_at=saved_at,
+            world_size=world_size,
+            codec=codec,
+            files=files,
+            table=table,
+            aliases=dict(aliases),
+            planner_data=planner_data,
+            skeleton=skeleton,
+            metadata=metadata,
+        )
+
+    def encode(self) -> bytes:
+        """The bytes of the file MANIFEST.
+
+        Raises:
+            LimitExceededError: larger than the format allows.
+        """
+        record, stored = pack_record(MANIFEST_MAGIC, pack_document(to_document(self, self.file_extents)))
+        return record + stored
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview, *, path: str | None = None) -> Manifest:
+        """Parse and check the bytes of the file MANIFEST. Safe for any bytes: memory and time are bounded by their length.
+
+        Args:
+            data: the whole file.
+            path: of the checkpoint, for messages.
+
+        Raises:
+            CorruptCheckpointError kinds, UnsupportedVersionError
+        """
+        view = memoryview(data)
+        try:
+            record = parse_record(bytes(view[:RECORD_BYTES]), MANIFEST_MAGIC, file="MANIFEST")
+            body = open_body(record, view[RECORD_BYTES:], file="MANIFEST")
+            return cls(format_version=record.version, **from_document(body))
+        except DcpEngineError as error:
+            error.path = path
+            error.file = error.file or "MANIFEST"
+            raise
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the stored entries, without aliases."""
+        return self.table.names
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.table.names)}
+
+    def entry_id(self, name: str) -> int | None:
+        """Id of the entry stored under a name or an alias; ``None`` if there is none."""
+        return self._ids.get(self.aliases.get(name, name))
+
+    def entry(self, entry: int) -> EntryView:
+        """One entry by its id."""
+        return EntryView(
+            entry, self.names[entry], dtypes.of_code(int(self.table.entry_dtypes[entry])), self.table.shape(entry), self._chunk_ids(entry)
+        )
+
+    @cached_property
+    def _chunk_order(self) -> tuple[_I64, list[int]]:
+        counts = np.bincount(self.table.chunk_entries, minlength=len(self.names))
+        return np.argsort(self.table.chunk_entries, kind="stable"), row_starts(counts).tolist()
+
+    def _chunk_ids(self, entry: int) -> _I64:
+        order, starts = self._chunk_order
+        return order[starts[entry] : starts[entry + 1]]
+
+    def chunks_of(self, entry: int) -> tuple[_I64, _I64, _I64]:
+        """The chunks of an entry.
+
+        Returns:
+            Offsets ``[num_chunks, num_dims]`` and sizes ``[num_chunks, num_dims]``, in elements, and ids ``[num_chunks]``.
+        """
+        ids = self._chunk_ids(entry)
+        places = self.table.box_starts[ids][:, None] + np.arange(int(self.table.entry_dims[entry]))
+        return self.table.chunk_offsets[places], self.table.chunk_sizes[places], ids
+
+    def chunk(self, chunk: int) -> ChunkView:
+        """One chunk by its id."""
+        table = self.table
+        offsets, sizes = table.box(chunk)
+        first_block = int(table.chunk_first_block[chunk])
+        return ChunkView(
+            entry=int(table.chunk_entries[chunk]),
+            offsets=offsets,
+            sizes=sizes,
+            file=int(self.block_file[first_block]),
+            first_block=first_block,
+            num_blocks=int(table.chunk_num_blocks[chunk]),
+            block_offset=int(table.chunk_block_offset[chunk]),
+            nbytes=int(table.chunk_bytes[chunk]),
+        )
+
+    @cached_property
+    def block_file(self) -> _I64:
+        """Index of the file of each block."""
+        return np.repeat(np.arange(len(self.files)), [file.num_blocks for file in self.files])
+
+    @cached_property
+    def block_extent(self) -> _I64:
+        """Bytes that each block takes up in its file, padding included."""
+        return -(-self.table.block_stored_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+    @cached_property
+    def block_position(self) -> _I64:
+        """Byte position of each block in its file."""
+        before = row_starts(self.block_extent)
+        first = row_starts([file.num_blocks for file in self.files])[:-1]
+        return HEADER_BYTES + before[:-1] - before[first][self.block_file]
+
+    @cached_property
+    def file_extents(self) -> _I64:
+        """Sum of the extents of each file's blocks: what lies between its header and its footer."""
+        return np.diff(row_starts(self.block_extent)[row_starts([file.num_blocks for file in self.files])])
+
+    def footer_position(self, file: int) -> int:
+        """Byte position of a file's footer body."""
+        return HEADER_BYTES + int(self.file_extents[file])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The encoded form is a fraction of the arrays', and whoever receives it checks it.
+        return (_decode, (self.encode(),))
+
+
+def _decode(data: bytes) -> Manifest:
+    return Manifest.decode(data)
