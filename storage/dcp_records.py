@@ -256,7 +256,7 @@ class ManifestIndex(Mapping[MetadataIndex, ChunkLocation]):
     _by_offsets: dict[int, dict[tuple[int, ...], int]] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_index_of_bytes, (self.manifest.encode(), self.path))
+        return (ManifestIndex, (self.manifest, self.path))
 
     def __len__(self) -> int:
         return sum(len(self.manifest.chunks_of(self._entry(name))[2]) for name in self._names())
@@ -311,10 +311,6 @@ class ManifestIndex(Mapping[MetadataIndex, ChunkLocation]):
         return entry
 
 
-def _index_of_bytes(data: bytes, path: str) -> ManifestIndex:
-    return ManifestIndex(Manifest.decode(data, path=path), path)
-
-
 def metadata_of_manifest(manifest: Manifest, *, path: str, manifest_sha256: str) -> EngineMetadata:
     """DCP's view of a checkpoint. Chunks are listed in the manifest's order, so that an index hint of a read item is the position there.
 
@@ -337,7 +333,7 @@ def metadata_of_manifest(manifest: Manifest, *, path: str, manifest_sha256: str)
         storage_data=ManifestIndex(manifest, path),
         version=str(manifest.format_version),
         step=manifest.step,
-        run_id=manifest.run_id,
+        run_id=manifest.run_id or None,
         saved_at=manifest.saved_at,
         nonce=manifest.nonce,
         manifest_sha256=manifest_sha256,

@@ -32,12 +32,12 @@ from dcp_engine.errors import (
 from dcp_engine.objects import decode_object, encode_object
 from dcp_engine.storage import dcp_records
 from dcp_engine.storage.backends import Directory, is_supported_path, locate
+from dcp_engine.storage.footer import decode_footer
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
 from dcp_engine.storage.publish import AttemptRef, Publisher, open_publisher
 from dcp_engine.storage.records import ChunkSource, ShardReceipt
 from dcp_engine.storage.steps import parse_step_name
-from dcp_engine.storage.table import ShardTable
 from dcp_engine.storage.workers import WorkerPool
 from dcp_engine.storage.write_pipeline import write_shard
 from dcp_engine.types import EngineMetadata, EngineStorageMeta, PlannerData
@@ -335,7 +335,7 @@ class ShardWriter(StorageWriter):
                 receipt = result.storage_data
                 if not isinstance(receipt, ShardReceipt) or receipt.nonce != attempt.nonce or receipt.rank != rank:
                     raise PlanError("a rank reported files of another save", path=self._path, rank=rank, file=result.index.fqn)
-                boxes = dcp_records.chunks_of_table(ShardTable.from_msgpack(receipt.footer))
+                boxes = dcp_records.chunks_of_table(decode_footer(receipt.footer).table)
                 num_delivered += len(boxes)
                 delivered |= boxes
                 receipts.append(receipt)
@@ -360,7 +360,7 @@ class ShardWriter(StorageWriter):
             empty_entries=list(dcp_records.empty_entries(metadata)),
             nonce=attempt.nonce,
             writer_version=__version__,
-            run_id=self._run_id,
+            run_id=self._run_id or "",
             step=self._step_of_path(),
             saved_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             world_size=world_size,
@@ -378,7 +378,7 @@ class ShardWriter(StorageWriter):
         metadata.version = str(manifest.format_version)
         if isinstance(metadata, EngineMetadata):
             metadata.step = manifest.step
-            metadata.run_id = manifest.run_id
+            metadata.run_id = self._run_id
             metadata.saved_at = manifest.saved_at
             metadata.nonce = manifest.nonce
 
