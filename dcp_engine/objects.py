@@ -183,7 +183,9 @@ def decode_object(data: Buffer, *, key: str, budget_bytes: int | None = None) ->
         raise
     except _PARSE_ERRORS as error:
         raise MalformedCheckpointError(
-            f"object {key} is not in the object encoding: {error}", tensor=key, remedy="take another checkpoint"
+            f"object {key} is not in the object encoding: {str(error) or type(error).__name__}",
+            tensor=key,
+            remedy="take another checkpoint",
         ) from error
     return value
 
@@ -332,7 +334,7 @@ def _row_of(value: object) -> Extension:
         if isinstance(value, base):
             return row
     names = [c.__name__ for c in cls.__mro__ if c.__module__ == "builtins" and c is not object and c is not cls]
-    what = f"a {cls.__module__}.{cls.__qualname__}"
+    what = f"a {cls.__module__}.{cls.__qualname__}".replace("a builtins.", "a ")
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         what += f" ({getattr(value, '__module__', None)}.{value.__qualname__})"
     if names:
