@@ -10,16 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcp_engine.planners import BalancedSavePlanner, ReshardLoadPlanner
-    from dcp_engine.storage import ShardReader, ShardWriter
+    from dcp_engine.storage import ShardReader, ShardWriter, VerifyReport, committed_steps, verify_checkpoint
 
 __version__ = "0.1.0"
-__all__ = ["BalancedSavePlanner", "ReshardLoadPlanner", "ShardReader", "ShardWriter", "__version__"]
+__all__ = [
+    "BalancedSavePlanner",
+    "ReshardLoadPlanner",
+    "ShardReader",
+    "ShardWriter",
+    "VerifyReport",
+    "__version__",
+    "committed_steps",
+    "verify_checkpoint",
+]
 
 _HOME = {
     "BalancedSavePlanner": "dcp_engine.planners",
     "ReshardLoadPlanner": "dcp_engine.planners",
     "ShardReader": "dcp_engine.storage",
     "ShardWriter": "dcp_engine.storage",
+    "VerifyReport": "dcp_engine.storage",
+    "committed_steps": "dcp_engine.storage",
+    "verify_checkpoint": "dcp_engine.storage",
 }
 
 

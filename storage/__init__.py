@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dcp_engine.storage.reader import ShardReader
     from dcp_engine.storage.steps import committed_steps
-    from dcp_engine.storage.verify import VerifyReport, verify
+    from dcp_engine.storage.verify import VerifyReport, verify_checkpoint
     from dcp_engine.storage.writer import ShardWriter
 
-__all__ = ["ShardReader", "ShardWriter", "VerifyReport", "committed_steps", "verify"]
+__all__ = ["ShardReader", "ShardWriter", "VerifyReport", "committed_steps", "verify_checkpoint"]
 
 _HOME = {
     "ShardReader": "reader",
     "ShardWriter": "writer",
     "VerifyReport": "verify",
     "committed_steps": "steps",
-    "verify": "verify",
+    "verify_checkpoint": "verify",
 }
 
 

@@ -1,0 +1,192 @@
+"""Walks a whole checkpoint without a model: every file, every block, every byte of padding."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dcp_engine.errors import DcpEngineError, DigestMismatchError, MalformedCheckpointError
+from dcp_engine.storage import dtypes
+from dcp_engine.storage.backends import ReadFile
+from dcp_engine.storage.codecs import Scratch, decode_block
+from dcp_engine.storage.digest import block_digest
+from dcp_engine.storage.limits import BLOCK_BYTES
+from dcp_engine.storage.manifest import Manifest
+from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
+from dcp_engine.storage.publish import open_checkpoint
+from dcp_engine.storage.ranges import group_adjacent
+from dcp_engine.storage.shard_files import check_shard_file
+from dcp_engine.storage.workers import WorkerPool
+
+__all__ = ["VerifyReport", "verify_checkpoint"]
+
+_SPAN_BYTES = 2 * BLOCK_BYTES
+_MAX_FAULTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a walk over a checkpoint found.
+
+    Attributes:
+        path: the checkpoint.
+        step: its step, if known.
+        num_files: shard files.
+        num_tensors: tensors and objects, ties counted once.
+        num_blocks: blocks read.
+        raw_bytes: bytes of the state.
+        stored_bytes: bytes of all shard files.
+        faults: everything that is wrong, in the order of files and blocks; at most 1,000. Empty: every byte is what was written.
+    """
+
+    path: str
+    step: int | None
+    num_files: int
+    num_tensors: int
+    num_blocks: int
+    raw_bytes: int
+    stored_bytes: int
+    faults: tuple[DcpEngineError, ...]
+
+    def raise_if_bad(self) -> None:
+        """Raise the first fault, if there is one."""
+        if self.faults:
+            raise self.faults[0]
+
+
+def verify_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    bytes_in_flight: int = DEFAULT_BYTES_IN_FLIGHT,
+    storage_options: Mapping[str, Any] | None = None,
+) -> VerifyReport:
+    """Check every byte of a checkpoint: markers, manifest, headers, footers, padding, digests, and that each block decodes.
+
+    Args:
+        path: directory or URL of the checkpoint.
+        threads: worker threads; ``None``: the CPUs that this process may use, at most 8.
+        bytes_in_flight: bytes held at once; at least 4 MiB.
+        storage_options: keyword arguments of the fsspec file system of a URL.
+
+    Returns:
+        A report. Damage of shard files is in its ``faults``; each names the file and, where it is a block, the block and its tensors.
+
+    Raises:
+        CheckpointNotFoundError kinds, UnsupportedVersionError, CorruptCheckpointError kinds (COMPLETE or MANIFEST is damaged, so that nothing else
+        can be judged), StorageError kinds, InvalidOptionError.
+
+    Thread-safety: callable from any thread.
+    """
+    options = pipeline_options(threads=threads, bytes_in_flight=bytes_in_flight)
+    opened = open_checkpoint(path, storage_options=storage_options)
+    place = opened.directory.path
+    manifest = Manifest.decode(opened.manifest_bytes, path=place)
+    faults: list[tuple[int, int, DcpEngineError]] = []
+    with WorkerPool(options.threads) as pool:
+        for index, record in enumerate(manifest.files):
+            try:
+                file = opened.directory.open(record.name)
+            except DcpEngineError as error:
+                faults.append((index, -1, error))
+                continue
+            try:
+                _verify_file(_Walk(manifest, index, file, place, faults), pool, options.bytes_in_flight)
+            finally:
+                file.close()
+    return VerifyReport(
+        path=place,
+        step=manifest.step,
+        num_files=len(manifest.files),
+        num_tensors=len(manifest.names),
+        num_blocks=len(manifest.block_file),
+        raw_bytes=int(manifest.table.block_raw_bytes.sum()),
+        stored_bytes=sum(record.size_bytes for record in manifest.files),
+        faults=tuple(error for _, _, error in sorted(faults, key=lambda fault: fault[:2])),
+    )
+
+
+def _verify_file(walk: _Walk, pool: WorkerPool, bytes_in_flight: int) -> None:
+    try:
+        check_shard_file(walk.file, walk.manifest, walk.index, path=walk.path)
+    except DcpEngineError as error:
+        walk.report(-1, error)
+    manifest = walk.manifest
+    first, last = np.searchsorted(manifest.block_file, [walk.index, walk.index + 1]).tolist()
+    span_bytes = max(BLOCK_BYTES, min(_SPAN_BYTES, bytes_in_flight // (2 * pool.threads)))
+    positions, extents = manifest.block_position[first:last].tolist(), manifest.block_extent[first:last].tolist()
+    spans = [(first + start, first + stop) for start, stop in group_adjacent(positions, extents, span_bytes)]
+    pool.for_each(spans, walk.check_span, limit=bytes_in_flight // (span_bytes + BLOCK_BYTES))
+
+
+class _Walk:
+    """The walk over one file. ``check_span`` runs in workers."""
+
+    def __init__(self, manifest: Manifest, index: int, file: ReadFile, path: str, faults: list[tuple[int, int, DcpEngineError]]) -> None:
+        self.manifest = manifest
+        self.index = index
+        self.file = file
+        self.path = path
+        self._faults = faults
+        self._lock = threading.Lock()
+
+    def report(self, block: int, error: DcpEngineError) -> None:
+        """Note a fault, with its place."""
+        error.path = self.path if error.path is None else error.path
+        error.file = self.manifest.files[self.index].name if error.file is None else error.file
+        error.step = self.manifest.step if error.step is None else error.step
+        if block >= 0 and error.tensor is None:
+            error.tensor = self._tensors(block)
+        with self._lock:
+            if len(self._faults) < _MAX_FAULTS:
+                self._faults.append((self.index, block, error))
+
+    def check_span(self, span: tuple[int, int], scratch: Scratch) -> None:
+        """Read blocks ``span[0]`` to ``span[1]`` at once, check each."""
+        extents = self.manifest.block_extent[span[0] : span[1]].tolist()
+        buffer = memoryview(scratch.buffer("span", sum(extents)))[: sum(extents)]
+        try:
+            self.file.read_into(int(self.manifest.block_position[span[0]]), [buffer])
+        except DcpEngineError as error:
+            self.report(span[0], error)
+            return
+        ends = list(itertools.accumulate(extents))
+        for block, begin, end in zip(range(*span), [0, *ends], ends, strict=False):
+            try:
+                self._check_block(block, buffer[begin:end], scratch)
+            except DcpEngineError as error:
+                self.report(block, error)
+
+    def _check_block(self, block: int, extent: memoryview, scratch: Scratch) -> None:
+        table = self.manifest.table
+        name = f"block {block - int(np.searchsorted(self.manifest.block_file, self.index))}"
+        stored = extent[: int(table.block_stored_bytes[block])]
+        if bytes(extent[len(stored) :]).strip(b"\0"):
+            raise MalformedCheckpointError(f"the padding after {name} is not zero")
+        found, expected = block_digest(stored), int(table.block_digests[block])
+        if found != expected:
+            raise DigestMismatchError(f"the stored bytes of {name} are damaged", expected=f"{expected:016x}", found=f"{found:016x}")
+        raw_bytes = int(table.block_raw_bytes[block])
+        decoded = memoryview(scratch.buffer("block", raw_bytes))[:raw_bytes]
+        chunk = self._chunks(block)[0]
+        dtype = dtypes.of_code(int(table.entry_dtypes[table.chunk_entries[chunk]]))
+        decode_block(int(table.block_codecs[block]), stored, decoded, dtype, scratch)
+
+    def _chunks(self, block: int) -> list[int]:
+        """Chunks that have bytes in a block: chunks come in the order of their bytes."""
+        table = self.manifest.table
+        last_blocks = table.chunk_first_block + table.chunk_num_blocks - 1
+        first = int(np.searchsorted(last_blocks, block))
+        last = int(np.searchsorted(table.chunk_first_block, block, side="right"))
+        return list(range(first, last))
+
+    def _tensors(self, block: int) -> str:
+        chunks = self._chunks(block)
+        name = self.manifest.names[int(self.manifest.table.chunk_entries[chunks[0]])]
+        return name if len(chunks) == 1 else f"{name} and {len(chunks) - 1} more in one block"
