@@ -82,6 +82,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping[st
     try:
         marker = read_marker(directory)
     except MissingFileError as error:
+        if location.remote:
+            _require_no_object(directory)
         raise _what_is_there(directory, error) from error
     data = _data_directory(location, marker, storage_options)
     return OpenCheckpoint(marker, _read_manifest(data, marker), data)
@@ -114,6 +116,16 @@ def _require_directory(path: str) -> None:
     if not stat.S_ISDIR(mode):
         raise CheckpointNotFoundError(
             "there is no checkpoint", path=path, expected="a directory", found=file_kind(mode), remedy="check the path"
+        )
+
+
+def _require_no_object(directory: Directory) -> None:
+    """Says so where a URL names an object itself."""
+    from dcp_engine.storage.backends.remote import RemoteDirectory
+
+    if isinstance(directory, RemoteDirectory) and directory.kind() == "file":
+        raise CheckpointNotFoundError(
+            "there is no checkpoint", path=directory.path, expected="a prefix", found="an object", remedy="check the URL"
         )
 
 
