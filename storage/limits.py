@@ -31,15 +31,15 @@ MAX_ELEMENTS: Final = 1 << 56
 """Elements of one tensor, and extent of one dimension: every product and sum of the format then fits in 63 bits."""
 MAX_WORLD_SIZE: Final = 1 << 20
 MAX_FILES: Final = 1 << 20
-MAX_ENTRIES: Final = 1 << 24
-MAX_CHUNKS: Final = 1 << 26
-MAX_BLOCKS: Final = 1 << 26
+MAX_ENTRIES: Final = 1 << 22
+MAX_CHUNKS: Final = 1 << 25
+MAX_BLOCKS: Final = 1 << 25
 
-MAX_RECORD_STORED_BYTES: Final = 2 << 30
+MAX_RECORD_STORED_BYTES: Final = 1 << 30
 """Compressed bytes of a manifest or of a footer."""
-MAX_RECORD_RAW_BYTES: Final = 4 << 30
+MAX_RECORD_RAW_BYTES: Final = 2 << 30
 """Raw bytes of a manifest or of a footer."""
-FREE_RECORD_RAW_BYTES: Final = 64 << 20
+FREE_RECORD_RAW_BYTES: Final = 16 << 20
 """Raw bytes that a record may have however small its compressed form is."""
 MAX_RECORD_RATIO: Final = 1024
 """Beyond ``FREE_RECORD_RAW_BYTES`` a record may grow to this many times its compressed form: a small file cannot claim much memory."""

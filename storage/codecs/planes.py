@@ -1,8 +1,9 @@
 """The planes codec: floats split into byte planes, so that only what compresses is compressed.
 
 Of a trained weight the exponent is predictable and the mantissa is noise, but in memory their bits share bytes: the sign takes the top bit
-and pushes the last bit of the exponent into the byte below (bfloat16, float32). So sign and that bit change places, the bytes of equal
-significance are gathered into planes, and each plane is stored as one zstd frame or as it is, whichever is smaller.
+and pushes the last bit of the exponent into the byte below (bfloat16, float32). So the top two bytes are rotated left by one bit, which
+moves the sign to their bottom; the bytes of equal significance are gathered into planes; and each plane is stored as one zstd frame or as
+it is, whichever is smaller. Floats of one byte are a single plane, unrotated.
 
 Payload (``docs/format.md``): one byte number of planes, one byte mask of the compressed planes, two zero bytes, a u32 length for each
 plane, then the planes, least significant first.
@@ -27,8 +28,8 @@ _Bytes = npt.NDArray[np.uint8]
 _SAMPLES = 8
 _SAMPLE_ELEMENTS = 2048
 _WORTH_IT = 0.97
-# Bits are moved piece by piece, so that the six passes over a piece find it in the cache.
-_PIECE_BYTES = 128 << 10
+# Bits are moved piece by piece, so that all passes over a piece find it in the cache.
+_PIECE_ELEMENTS = 64 << 10
 
 
 def encode(raw: memoryview, dtype: DtypeInfo, level: int, scratch: Scratch) -> tuple[memoryview, ...] | None:
@@ -45,8 +46,7 @@ def encode(raw: memoryview, dtype: DtypeInfo, level: int, scratch: Scratch) -> t
     wanted = _promising_planes(elements, num_planes, level, scratch)
     if not any(wanted):
         return None
-    planes = scratch.buffer("planes", elements.size).reshape(num_planes, -1)
-    _split(elements, planes, scratch)
+    planes = _split(elements, scratch, "planes")
     compressor = scratch.exponent_compressor(level)
     mask = 0
     parts = [memoryview(planes[index]) for index in range(num_planes)]
@@ -72,45 +72,40 @@ def _promising_planes(elements: _Bytes, num_planes: int, level: int, scratch: Sc
             sample[index * _SAMPLE_ELEMENTS : (index + 1) * _SAMPLE_ELEMENTS] = elements[index * step : index * step + _SAMPLE_ELEMENTS]
     else:
         sample = elements
-    planes = scratch.buffer("sample planes", sample.size).reshape(num_planes, -1)
-    _split(sample, planes, scratch)
+    planes = _split(sample, scratch, "sample planes")
     compressor = scratch.exponent_compressor(level)
     return [len(compressor.compress(memoryview(plane))) < _WORTH_IT * plane.nbytes for plane in planes]
 
 
-def _split(elements: _Bytes, planes: _Bytes, scratch: Scratch) -> None:
-    """Byte planes of the elements, sign and last bit of the top byte exchanged."""
-    num_planes, num_elements = planes.shape
-    spare = scratch.buffer("spare", min(num_elements, _PIECE_BYTES))
-    for start in range(0, num_elements, _PIECE_BYTES):
-        stop = min(start + _PIECE_BYTES, num_elements)
-        for index in range(num_planes):
-            np.copyto(planes[index, start:stop], elements[start:stop, index])
-        if num_planes > 1:
-            _rotate(planes[-1, start:stop], planes[-2, start:stop], spare[: stop - start])
+def _split(elements: _Bytes, scratch: Scratch, purpose: str) -> _Bytes:
+    """Byte planes of the elements, ``[num_planes, num_elements]``, the sign moved to the lowest bit of the top two bytes.
+
+    The work is done on pairs of bytes: numpy moves and shifts 16-bit numbers at several times the speed of strided bytes.
+    """
+    num_elements, num_planes = elements.shape
+    if num_planes == 1:
+        return elements.reshape(1, -1)
+    planes = scratch.buffer(purpose, elements.size).reshape(num_planes, -1)
+    pairs = elements.view(np.uint16)
+    spare, work = _spares(scratch)
+    for start in range(0, num_elements, _PIECE_ELEMENTS):
+        stop = min(start + _PIECE_ELEMENTS, num_elements)
+        high, pair = spare[: stop - start], work[: stop - start]
+        for index in range(num_planes // 2):
+            np.copyto(pair, pairs[start:stop, index])
+            if index == num_planes // 2 - 1:
+                np.right_shift(pair, 15, out=high)
+                np.left_shift(pair, 1, out=pair)
+                np.bitwise_or(pair, high, out=pair)
+            np.right_shift(pair, 8, out=high)
+            np.copyto(planes[2 * index, start:stop], pair, casting="unsafe")
+            np.copyto(planes[2 * index + 1, start:stop], high, casting="unsafe")
+    return planes
 
 
-def _rotate(high: _Bytes, low: _Bytes, spare: _Bytes) -> None:
-    """``high``: s e7..e1, ``low``: e0 m6..m0  ->  ``high``: e7..e0, ``low``: s m6..m0."""
-    np.bitwise_xor(high, low, out=spare)
-    np.bitwise_and(spare, 0x80, out=spare)
-    # spare: the top bits differ. Exchanging them is flipping both where they do.
-    np.bitwise_xor(low, spare, out=low)
-    np.bitwise_xor(high, spare, out=high)
-    # The top bit of ``high`` is now e0: rotate it to the bottom.
-    np.right_shift(high, 7, out=spare)
-    np.add(high, high, out=high)
-    np.bitwise_or(high, spare, out=high)
-
-
-def _rotate_back(high: _Bytes, low: _Bytes, spare: _Bytes) -> None:
-    np.left_shift(high, 7, out=spare)
-    np.right_shift(high, 1, out=high)
-    np.bitwise_or(high, spare, out=high)
-    np.bitwise_xor(high, low, out=spare)
-    np.bitwise_and(spare, 0x80, out=spare)
-    np.bitwise_xor(low, spare, out=low)
-    np.bitwise_xor(high, spare, out=high)
+def _spares(scratch: Scratch) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
+    both = scratch.buffer("pairs", 4 * _PIECE_ELEMENTS).view(np.uint16)
+    return both[:_PIECE_ELEMENTS], both[_PIECE_ELEMENTS:]
 
 
 def decode(stored: memoryview, out: memoryview, dtype: DtypeInfo, scratch: Scratch) -> None:
@@ -130,29 +125,42 @@ def decode(stored: memoryview, out: memoryview, dtype: DtypeInfo, scratch: Scrat
             expected=f"{num_planes} planes in {len(stored)} bytes",
             found=f"{found_planes} planes, mask {mask:#x}, lengths {lengths}",
         )
-    num_elements = len(out) // num_planes
     elements = np.frombuffer(out, dtype=np.uint8).reshape(-1, num_planes)
-    decoded = scratch.buffer("planes", len(out)).reshape(num_planes, -1)
+    if num_planes == 1:
+        decompress_into(scratch.decompressor, stored[header_bytes:], out)
+        return
+    num_elements = len(elements)
+    # A plane that is stored as it is needs no copy: it is joined from where it lies.
+    planes = []
     position = header_bytes
     for index, length in enumerate(lengths):
         plane = stored[position : position + length]
         position += length
         if mask >> index & 1:
-            decompress_into(scratch.decompressor, plane, decoded[index])
+            target = scratch.buffer(f"plane {index}", num_elements)
+            decompress_into(scratch.decompressor, plane, target)
+            planes.append(target)
         elif length != num_elements:
             raise MalformedCheckpointError("plane of another length", expected=num_elements, found=length)
         else:
-            decoded[index] = np.frombuffer(plane, dtype=np.uint8)
-    _join(decoded, elements, scratch)
+            planes.append(np.frombuffer(plane, dtype=np.uint8))
+    _join(planes, elements, scratch)
 
 
-def _join(planes: _Bytes, elements: _Bytes, scratch: Scratch) -> None:
-    """The inverse of :func:`_split`; uses up ``planes``."""
-    num_planes, num_elements = planes.shape
-    spare = scratch.buffer("spare", min(num_elements, _PIECE_BYTES))
-    for start in range(0, num_elements, _PIECE_BYTES):
-        stop = min(start + _PIECE_BYTES, num_elements)
-        if num_planes > 1:
-            _rotate_back(planes[-1, start:stop], planes[-2, start:stop], spare[: stop - start])
-        for index in range(num_planes):
-            np.copyto(elements[start:stop, index], planes[index, start:stop])
+def _join(planes: list[_Bytes], elements: _Bytes, scratch: Scratch) -> None:
+    """The inverse of :func:`_split`."""
+    num_elements, num_planes = elements.shape
+    pairs = elements.view(np.uint16)
+    low, high = _spares(scratch)
+    for start in range(0, num_elements, _PIECE_ELEMENTS):
+        stop = min(start + _PIECE_ELEMENTS, num_elements)
+        lows, highs = low[: stop - start], high[: stop - start]
+        for index in range(num_planes // 2):
+            np.copyto(lows, planes[2 * index][start:stop])
+            np.copyto(highs, planes[2 * index + 1][start:stop])
+            np.left_shift(highs, 8, out=highs)
+            if index == num_planes // 2 - 1:
+                np.bitwise_or(highs, lows, out=highs)
+                np.right_shift(highs, 1, out=lows)
+                np.left_shift(highs, 15, out=highs)
+            np.bitwise_or(highs, lows, out=pairs[start:stop, index])
