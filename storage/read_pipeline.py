@@ -1,0 +1,241 @@
+"""Reads chunks: merged reads in file order, digests checked, blocks decoded straight into the targets where memory allows."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dcp_engine.errors import DcpEngineError, DigestMismatchError, MalformedCheckpointError
+from dcp_engine.storage import dtypes
+from dcp_engine.storage.codecs import RAW, Scratch, decode_block
+from dcp_engine.storage.digest import block_digest
+from dcp_engine.storage.limits import BLOCK_BYTES
+from dcp_engine.storage.read_plan import BlockPlan, Span, plan_reads
+from dcp_engine.storage.read_targets import Wanted
+from dcp_engine.storage.records import PipelineOptions, ReadRequest
+from dcp_engine.storage.shard_files import ShardFiles
+from dcp_engine.storage.workers import WorkerPool
+
+if TYPE_CHECKING:
+    from dcp_engine.storage.backends.base import ReadFile
+    from dcp_engine.storage.dtypes import DtypeInfo
+    from dcp_engine.storage.manifest import Manifest
+
+__all__ = ["read_chunks"]
+
+_SPAN_BYTES = 2 * BLOCK_BYTES
+
+
+def read_chunks(
+    manifest: Manifest,
+    open_file: Callable[[str], ReadFile],
+    requests: Sequence[ReadRequest],
+    *,
+    options: PipelineOptions,
+    pool: WorkerPool,
+    path: str | None,
+) -> None:
+    """Fill the targets of all requests.
+
+    Only blocks that hold a wanted byte are read, each once, whatever number of requests touch it. Every file that is opened has its size,
+    header and footer checked against the manifest; every block its digest, before it is decoded, and its padding.
+
+    Args:
+        manifest: of the checkpoint.
+        open_file: opens a shard file by name.
+        requests: boxes within chunks; any number per chunk, in any order.
+        options: ``verify`` and ``bytes_in_flight`` are used.
+        pool: does all the work; the calling thread waits.
+        path: directory of the checkpoint, for messages.
+
+    Raises:
+        PlanError: a request or its target does not fit its chunk.
+        CorruptCheckpointError: of the kind that fits, naming file, tensor and block.
+        StorageError: of the storage.
+        BaseException: whatever ``open`` or ``commit`` raised. After any error no worker touches a target any more, the contents of the
+            targets are undefined, some requests may have been committed, and the pool is usable.
+
+    Thread-safety: several calls may share a pool.
+    """
+    span_bytes = max(BLOCK_BYTES, min(_SPAN_BYTES, options.bytes_in_flight // (2 * pool.threads)))
+    plan = plan_reads(manifest, requests, span_bytes=span_bytes, path=path)
+    # A worker holds at most the stored bytes of its span and one decoded block.
+    limit = options.bytes_in_flight // (span_bytes + BLOCK_BYTES)
+    uses = Counter(span.file for span in plan.spans)
+    with closing(ShardFiles(manifest, open_file, uses, path=path)) as files:
+        reader = _SpanReader(manifest, files, options, path)
+        pool.for_each(plan.spans, reader.read, limit=limit)
+    for request in plan.empty:
+        request.commit()
+
+
+@dataclass(slots=True)
+class _Job:
+    """One block of a span.
+
+    Attributes:
+        plan: the block and what is wanted of it.
+        dtype: element type of everything in it.
+        codec, raw_bytes, digest: the manifest's columns.
+        parts: where the extent is read to, in order; the last one holds the padding, if any, at its end.
+        padding_bytes: length of the padding.
+        in_place: the wanted bytes are part of ``parts`` already, in the target's memory.
+    """
+
+    plan: BlockPlan
+    dtype: DtypeInfo
+    codec: int
+    raw_bytes: int
+    digest: int
+    parts: list[memoryview]
+    padding_bytes: int
+    in_place: bool = False
+
+
+class _SpanReader:
+    """What the workers do with a span: read, check, decode, hand over."""
+
+    def __init__(self, manifest: Manifest, files: ShardFiles, options: PipelineOptions, path: str | None) -> None:
+        self._manifest = manifest
+        self._files = files
+        self._verify = options.verify
+        self._path = path
+        self._count_lock = threading.Lock()
+        self._commit_lock = threading.Lock()
+
+    def read(self, span: Span, scratch: Scratch) -> None:
+        """Read one span. Runs in a worker, with that worker's scratch."""
+        plan = span.blocks[0]
+        try:
+            file = self._files.use(span.file)
+            jobs = self._prepare(span, scratch)
+            file.read_into(span.position, [part for job in jobs for part in job.parts])
+            for job in jobs:
+                plan = job.plan
+                self._check(job, span)
+                if not job.in_place:
+                    self._deliver(job, scratch)
+                self._finish(plan)
+        except DcpEngineError as error:
+            _add_place(error, self._path, self._manifest.files[span.file].name, plan)
+            raise
+        self._files.done(span.file)
+
+    def _prepare(self, span: Span, scratch: Scratch) -> list[_Job]:
+        """Decide for each block of a span where its stored bytes are read to."""
+        manifest, table = self._manifest, self._manifest.table
+        blocks = slice(span.blocks[0].block, span.blocks[-1].block + 1)
+        columns = (table.block_codecs, table.block_raw_bytes, table.block_stored_bytes, table.block_digests, manifest.block_extent)
+        buffer = memoryview(scratch.buffer("span", int(manifest.block_extent[blocks].sum())))
+        jobs = []
+        begin = 0
+        for plan, codec, raw_bytes, stored_bytes, digest, extent in zip(
+            span.blocks, *(column[blocks].tolist() for column in columns), strict=True
+        ):
+            dtype = dtypes.of_code(int(table.entry_dtypes[table.chunk_entries[plan.wanted[0].request.chunk]]))
+            job = _Job(plan, dtype, codec, raw_bytes, digest, [buffer[begin : begin + extent]], extent - stored_bytes)
+            begin += extent
+            if codec == RAW:
+                _read_in_place(job)
+            jobs.append(job)
+        return jobs
+
+    def _check(self, job: _Job, span: Span) -> None:
+        """Compare padding and digest. ``parts`` hold the stored bytes alone afterwards."""
+        if job.padding_bytes:
+            tail = job.parts.pop()
+            stored_bytes = len(tail) - job.padding_bytes
+            if bytes(tail[stored_bytes:]).strip(b"\0"):
+                raise MalformedCheckpointError(f"the padding after {self._describe(job, span)} is not zero")
+            if stored_bytes:
+                job.parts.append(tail[:stored_bytes])
+        if self._verify and (found := block_digest(*job.parts)) != job.digest:
+            raise DigestMismatchError(
+                f"the stored bytes of {self._describe(job, span)} are damaged", expected=f"{job.digest:016x}", found=f"{found:016x}"
+            )
+
+    def _deliver(self, job: _Job, scratch: Scratch) -> None:
+        """Decode a block that was read to a buffer, and copy what is wanted of it."""
+        wanted = job.plan.wanted
+        stored = job.parts[0]
+        if job.codec != RAW:
+            run = _run_of(job) if len(wanted) == 1 else None
+            if run is not None and len(run[1]) == job.raw_bytes:
+                decode_block(job.codec, stored, run[1], job.dtype, scratch)
+                return
+            decoded = memoryview(scratch.buffer("block", job.raw_bytes))
+            decode_block(job.codec, stored, decoded, job.dtype, scratch)
+            stored = decoded
+        carrier = dtypes.carrier_dtype(job.dtype)
+        itemsize = job.dtype.itemsize
+        elements = np.frombuffer(stored, carrier)
+        for item in wanted:
+            first = item.block_offset // itemsize
+            if item.is_whole and item.in_one_block and len(wanted) > 1:
+                target = item.open(carrier)
+                target[...] = elements[first : first + target.size].reshape(target.shape)
+            else:
+                start, num_elements = _chunk_range(job, item)
+                item.scatter(carrier, elements[first : first + num_elements], start)
+
+    def _finish(self, plan: BlockPlan) -> None:
+        """Count the block off its requests, and commit those that are complete."""
+        complete = []
+        with self._count_lock:
+            for item in plan.wanted:
+                item.num_left -= 1
+                if not item.num_left:
+                    complete.append(item)
+        if complete:
+            with self._commit_lock:
+                for item in complete:
+                    item.drop()
+                    item.request.commit()
+
+    def _describe(self, job: _Job, span: Span) -> str:
+        first = int(np.searchsorted(self._manifest.block_file, span.file))
+        others = len(job.plan.wanted) - 1
+        return f"block {job.plan.block - first}" + (f" (of this tensor and {others} more requests)" if others else "")
+
+
+def _read_in_place(job: _Job) -> None:
+    """Let a raw block be read into the target, with the buffer for what surrounds the wanted bytes, if they are one run on both sides."""
+    if len(job.plan.wanted) != 1:
+        return
+    run = _run_of(job)
+    if run is None:
+        return
+    begin, memory = run
+    (extent,) = job.parts
+    parts = (extent[:begin], memory, extent[begin + len(memory) :])
+    job.parts = [part for part in parts if len(part)]
+    job.in_place = True
+
+
+def _run_of(job: _Job) -> tuple[int, memoryview] | None:
+    """Where in the block the run of its only request begins, in bytes, and the run's memory."""
+    (item,) = job.plan.wanted
+    start, num_elements = _chunk_range(job, item)
+    run = item.run(dtypes.carrier_dtype(job.dtype), start, start + num_elements)
+    return None if run is None else (item.block_offset + run[0] * job.dtype.itemsize, run[1])
+
+
+def _chunk_range(job: _Job, item: Wanted) -> tuple[int, int]:
+    """First element of a request's chunk that lies in this block, and how many do."""
+    if item.in_one_block:
+        return 0, math.prod(item.chunk_sizes)
+    return (job.plan.block - item.first_block) * BLOCK_BYTES // job.dtype.itemsize, job.raw_bytes // job.dtype.itemsize
+
+
+def _add_place(error: DcpEngineError, path: str | None, file: str, plan: BlockPlan) -> None:
+    """Name checkpoint, file and tensor in an error that came from a layer that knows less."""
+    error.path = path if error.path is None else error.path
+    error.file = file if error.file is None else error.file
+    error.tensor = plan.wanted[0].request.name if error.tensor is None else error.tensor
