@@ -79,8 +79,8 @@ def verify_checkpoint(
         A report. Damage of shard files is in its ``faults``; each names the file and, where it is a block, the block and its tensors.
 
     Raises:
-        CheckpointNotFoundError kinds, UnsupportedVersionError, CorruptCheckpointError kinds (COMPLETE or MANIFEST is damaged, so that nothing else
-        can be judged), StorageError kinds, InvalidOptionError.
+        CheckpointNotFoundError kinds, UnsupportedVersionError, StorageError kinds, InvalidOptionError.
+        CorruptCheckpointError kinds: COMPLETE or MANIFEST is damaged, so that nothing else can be judged.
 
     Thread-safety: callable from any thread.
     """
