@@ -102,7 +102,7 @@ def _raw(array: np.ndarray[Any, Any], order: str) -> memoryview:
     if not array.nbytes:
         return memoryview(b"")
     flat = np.asarray(array, order=cast(Any, order)).reshape(-1, order=cast(Any, order))
-    return memoryview(flat.view(np.uint8))
+    return flat.view(np.uint8).data
 
 
 def _check_size(num_bytes: int) -> None:
@@ -164,7 +164,7 @@ def _explode_tensor(value: torch.Tensor) -> Sequence[object]:
         raise Refusal(f"it is a tensor of dtype {name}, layout {value.layout}, on {value.device}, which has no plain bytes")
     _check_size(value.numel() * value.element_size())
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    blob = memoryview(plain.view(torch.uint8).numpy()) if plain.numel() else memoryview(b"")
+    blob = plain.view(torch.uint8).numpy().data if plain.numel() else memoryview(b"")
     return (name, list(value.shape), type(value) is torch.nn.Parameter, value.requires_grad, Blob(blob))
 
 

@@ -155,7 +155,7 @@ def _check_names(cls: type, wanted: Sequence[str], fields: dict[str, Any]) -> No
 
 def _make_dataclass(cls: type, fields: dict[str, Any]) -> object:
     _check_names(cls, [field.name for field in dataclasses.fields(cls)], fields)
-    value = object.__new__(cls)
+    value: object = object.__new__(cls)
     for name, item in fields.items():
         object.__setattr__(value, name, item)  # frozen dataclasses refuse the ordinary way
     return value

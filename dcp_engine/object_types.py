@@ -275,8 +275,8 @@ def _explode_time(value: dt.time) -> Sequence[object]:
 
 
 def _build_time(parts: list[Any]) -> dt.time:
-    *clock, fold, zone = check_parts(parts, int, int, int, int, int, (dt.timezone, _NONE))
-    return dt.time(*clock, zone, fold=fold)
+    hour, minute, second, micro, fold, zone = check_parts(parts, int, int, int, int, int, (dt.timezone, _NONE))
+    return dt.time(hour, minute, second, micro, zone, fold=fold)
 
 
 def _explode_datetime(value: dt.datetime) -> Sequence[object]:
@@ -284,8 +284,8 @@ def _explode_datetime(value: dt.datetime) -> Sequence[object]:
 
 
 def _build_datetime(parts: list[Any]) -> dt.datetime:
-    *clock, fold, zone = check_parts(parts, int, int, int, int, int, int, int, int, (dt.timezone, _NONE))
-    return dt.datetime(*clock, zone, fold=fold)
+    year, month, day, *clock = check_parts(parts, int, int, int, int, int, int, int, int, (dt.timezone, _NONE))
+    return dt.datetime.combine(dt.date(year, month, day), _build_time(clock))
 
 
 def _build_date(parts: list[Any]) -> dt.date:

@@ -87,7 +87,7 @@ def flatten(state_dict: Mapping[Any, Any], *, is_leaf: Callable[[object], bool] 
 
     Args:
         state_dict: mappings, lists and tuples nested at any depth; not changed.
-        is_leaf: what counts as a tensor: never traversed, and a list or tuple that holds one is.
+        is_leaf: what counts as a tensor: never traversed, and a list or tuple that holds one is. Not asked about plain dicts and scalars.
 
     Raises:
         DuplicateKeyError: two paths would get one name; names both.
@@ -122,7 +122,8 @@ class _Walk:
             number, children, prefix, path, entries = stack[-1]
             for key, segment, value in children:
                 name = f"{prefix}{segment}"
-                if type(value) not in _LEAVES and self._is_container(value, name):
+                cls = type(value)
+                if cls not in _LEAVES and (cls is dict or self._is_container(value, name)):
                     entries[key] = node = self._node(value, name)
                     stack.append(self._enter(value, number, key, name + ".", (*path, segment), node))
                     break
@@ -131,7 +132,7 @@ class _Walk:
                 leaves[name] = value
                 paths[name] = (*path, segment)
                 sites[name] = (number, key)
-                entries[key] = Node("empty_list", name) if type(value) is list and not value else name
+                entries[key] = Node("empty_list", name) if cls is list and not value else name
             else:
                 stack.pop()
                 self._open.discard(id(self.containers[number].value))
