@@ -1,1 +1,24 @@
 """What goes where: save and load planners, geometry, balance."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dcp_engine.planners.load import ReshardLoadPlanner
+    from dcp_engine.planners.save import BalancedSavePlanner
+
+__all__ = ["BalancedSavePlanner", "ReshardLoadPlanner"]
+
+_HOME = {"BalancedSavePlanner": "dcp_engine.planners.save", "ReshardLoadPlanner": "dcp_engine.planners.load"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,306 @@
+"""The coordinator's work: hold the local plans of all ranks against each other, drop replicas, share out the bytes, describe the result.
+
+Pure functions of the local plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dcp_engine.errors import PlanError, ReplicaMismatchError
+from dcp_engine.planners.balance import Piece, Unit, assign
+from dcp_engine.planners.geometry import TilingFault, as_boxes, check_tiling
+from dcp_engine.planners.plan_records import LocalPlanData
+from dcp_engine.planners.replicas import ReplicaPolicy
+from dcp_engine.planners.ties import agreed_ties
+
+__all__ = ["GlobalPlan", "RankPlan", "plan_globally"]
+
+Holder = tuple[int, int]
+"""A rank, and the number of the item in its local plan."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+_ROWS_PER_HOLDER = 64
+"""A dimension with so many rows for each holder is cut finely enough; leading ones are preferred, since their slices are contiguous."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank's local plan. The digests and sizes of ``data`` are aligned with ``items``."""
+
+    items: Sequence[WriteItem]
+    data: LocalPlanData
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalPlan:
+    """What all ranks do.
+
+    Attributes:
+        items: by rank, in the order of its local plan.
+        metadata: key -> what is stored under it; an alias of a tie is described like the key that it is stored under.
+        ties: alias key -> key.
+        replicas: what was taken for the same and written once: by group, rank and number of the item in the local plan.
+        by_policy: replicas differed and a policy chose: the choice is to be made anew whenever contents change.
+    """
+
+    items: list[list[WriteItem]]
+    metadata: dict[str, STORAGE_TYPES]
+    ties: dict[str, str]
+    replicas: list[list[Holder]]
+    by_policy: bool
+
+
+class _Entry:
+    """All that the ranks hold under one key."""
+
+    __slots__ = ("boxes", "first", "key", "kind", "odd")
+
+    def __init__(self, item: WriteItem, kind: Any) -> None:
+        self.key = item.index.fqn
+        self.first = item
+        self.kind = kind
+        """dtype and global shape of a tensor, None for an object: those of the lowest rank that has the key."""
+        self.boxes: dict[Box, list[Holder]] = {}
+        self.odd: dict[Any, list[Holder]] = {}
+        """Holders whose kind is another one, by kind."""
+
+
+def plan_globally(plans: Sequence[RankPlan], *, policy: ReplicaPolicy, split_bytes: int, keep_empty: bool) -> GlobalPlan:
+    """Decide what each rank writes.
+
+    Args:
+        plans: local plans, by rank.
+        policy: what to do where replicas differ.
+        split_bytes: as for :func:`dcp_engine.planners.balance.assign`.
+        keep_empty: a tensor without elements is written by one rank, as one empty chunk; otherwise only the metadata has it.
+
+    Raises:
+        ReplicaMismatchError: ranks hold different content, shapes, dtypes or kinds under one key, and the policy does not choose.
+        PlanError: the boxes of a tensor do not cover it exactly once.
+    """
+    entries = _gather(plans)
+    digests = [plan.data.digests for plan in plans]
+    ties = _settle_ties(entries, plans)
+    for alias in ties:
+        del entries[alias]
+    by_policy = _settle_replicas(entries, digests, policy)
+    for entry in entries.values():
+        _check_tiling(entry, num_ranks=len(plans))
+    metadata: dict[str, STORAGE_TYPES] = {}
+    boxes: list[tuple[_Entry, Box, list[Holder]]] = []
+    for entry in entries.values():
+        data = entry.first.tensor_data
+        if data is not None and 0 in data.size and not keep_empty:
+            metadata[entry.key] = TensorStorageMetadata(properties=data.properties, size=data.size, chunks=[])
+        else:
+            boxes += [(entry, box, holders) for box, holders in entry.boxes.items()]
+    units = [_unit(entry, box, holders, plans) for entry, box, holders in boxes]
+    shares = assign(units, len(plans), split_bytes=split_bytes)
+    ordered: list[list[tuple[int, WriteItem]]] = [[] for _ in plans]
+    for (entry, box, holders), pieces in zip(boxes, shares, strict=True):
+        numbers = dict(holders)
+        for rank, item in _items_of(entry, box, pieces, plans, numbers):
+            ordered[rank].append((numbers[rank], item))
+            _describe(metadata, entry, item)
+    for alias, key in ties.items():
+        metadata[alias] = metadata[key]
+    items = [[item for _, item in sorted(pairs, key=lambda pair: pair[0])] for pairs in ordered]
+    return GlobalPlan(items, metadata, ties, [holders for _, _, holders in boxes if len(holders) > 1], by_policy)
+
+
+def _gather(plans: Sequence[RankPlan]) -> dict[str, _Entry]:
+    entries: dict[str, _Entry] = {}
+    for rank, plan in enumerate(plans):
+        if not len(plan.items) == len(plan.data.digests) == len(plan.data.object_bytes):
+            raise PlanError(
+                "a rank's plan has other items than its planner described",
+                rank=rank,
+                expected=f"{len(plan.data.digests)} items",
+                found=f"{len(plan.items)} items",
+                remedy="leave keys out of the state dict, not out of the plan that create_local_plan returned",
+            )
+        for number, item in enumerate(plan.items):
+            data = item.tensor_data
+            kind = None if data is None else (data.properties.dtype, data.size)
+            entry = entries.get(item.index.fqn)
+            if entry is None:
+                entry = entries[item.index.fqn] = _Entry(item, kind)
+            if entry.kind == kind:
+                box = ((), ()) if data is None else (data.chunk.offsets, data.chunk.sizes)
+                entry.boxes.setdefault(box, []).append((rank, number))
+            else:
+                entry.odd.setdefault(kind, []).append((rank, number))
+    return entries
+
+
+def _settle_replicas(entries: Mapping[str, _Entry], digests: Sequence[NDArray[np.uint64]], policy: ReplicaPolicy) -> bool:
+    """Leave in every box only holders with the same content. Returns whether a policy had to choose."""
+    unequal: dict[str, tuple[tuple[int, ...], ...]] = {}
+    kinds: dict[str, list[Any]] = {}
+    chosen = False
+    for entry in entries.values():
+        if entry.odd:
+            chosen = True
+            if policy.of(entry.key) == "error":
+                by_kind = [[rank for holders in entry.boxes.values() for rank, _ in holders]]
+                by_kind += [[rank for rank, _ in holders] for holders in entry.odd.values()]
+                unequal[entry.key] = _grouped(by_kind)
+                kinds[entry.key] = [entry.kind, *entry.odd]
+                continue
+        for box, holders in entry.boxes.items():
+            if len(holders) == 1:
+                continue
+            by_content: dict[int, list[Holder]] = {}
+            for holder in holders:
+                by_content.setdefault(int(digests[holder[0]][holder[1]]), []).append(holder)
+            if 0 in by_content:
+                raise PlanError(
+                    "several ranks hold the same part of a tensor that they take for sharded",
+                    tensor=entry.key,
+                    expected=f"one rank for the box at {tuple(box[0])} of sizes {tuple(box[1])}",
+                    found=f"ranks {[rank for rank, _ in holders]}",
+                    remedy="save with the process group that the state's device meshes belong to",
+                )
+            if len(by_content) > 1:
+                chosen = True
+                if policy.of(entry.key) == "error":
+                    unequal[entry.key] = _grouped([[rank for rank, _ in same] for same in by_content.values()])
+                    break
+            entry.boxes[box] = list(next(iter(by_content.values())))
+    if unequal:
+        raise _mismatch(unequal, kinds)
+    return chosen
+
+
+def _grouped(groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted(tuple(sorted(set(group))) for group in groups))
+
+
+def _mismatch(unequal: Mapping[str, tuple[tuple[int, ...], ...]], kinds: Mapping[str, Sequence[Any]]) -> ReplicaMismatchError:
+    keys = tuple(sorted(unequal))
+    first = keys[0]
+    others = f" and under {len(keys) - 1} more keys" if len(keys) > 1 else ""
+    groups = " | ".join(", ".join(map(str, group)) for group in unequal[first])
+    kind = f": {', '.join(_kind_name(kind) for kind in kinds[first])}" if first in kinds else ""
+    return ReplicaMismatchError(
+        f"ranks hold different values under one key{others}",
+        keys=keys,
+        ranks=tuple(unequal[key] for key in keys),
+        tensor=first,
+        expected="the same content on every rank that holds it",
+        found=f"ranks with equal content: {groups}{kind}",
+        remedy=(
+            "give per-rank values keys of their own (with the rank in the name), or choose for keys that may differ with "
+            f'BalancedSavePlanner(replica_policy={{{first!r}: "lowest_rank"}})'
+        ),
+    )
+
+
+def _kind_name(kind: Any) -> str:
+    return "an object" if kind is None else f"{kind[0]} {tuple(kind[1])}"
+
+
+def _settle_ties(entries: Mapping[str, _Entry], plans: Sequence[RankPlan]) -> dict[str, str]:
+    proposals = [{alias: key for alias, key in plan.data.ties.items() if alias in entries and key in entries} for plan in plans]
+    named = {name for proposal in proposals for pair in proposal.items() for name in pair}
+    holders = {name: {rank for same in entries[name].boxes.values() for rank, _ in same} for name in named}
+    return {
+        alias: key
+        for alias, key in agreed_ties(proposals, holders).items()
+        if not entries[alias].odd and not entries[key].odd and entries[alias].boxes.keys() == entries[key].boxes.keys()
+    }
+
+
+def _check_tiling(entry: _Entry, *, num_ranks: int) -> None:
+    if entry.kind is None:
+        return
+    shape = tuple(entry.kind[1])
+    boxes = list(entry.boxes)
+    if len(boxes) == 1 and tuple(boxes[0][1]) == shape and not any(boxes[0][0]):
+        return
+    fault = check_tiling(shape, as_boxes([box[0] for box in boxes], len(shape)), as_boxes([box[1] for box in boxes], len(shape)))
+    if fault is not None:
+        raise _not_tiled(entry, fault, [sorted({rank for rank, _ in entry.boxes[boxes[number]]}) for number in fault.boxes], num_ranks)
+
+
+def _not_tiled(entry: _Entry, fault: TilingFault, ranks: Sequence[Sequence[int]], num_ranks: int) -> PlanError:
+    what = {
+        "out_of_bounds": "a rank holds a part outside of the tensor",
+        "overlap": "two parts of a tensor that differ in shape share elements",
+        "hole": f"none of {num_ranks} ranks holds a part of the tensor",
+    }[fault.kind]
+    return PlanError(
+        what,
+        tensor=entry.key,
+        rank=ranks[0][0] if ranks else None,
+        expected=f"boxes that cover {tuple(entry.kind[1])} exactly once",
+        found=f"{fault.kind} at offsets {fault.offsets}, sizes {fault.sizes}"
+        + (f", held by ranks {' and by ranks '.join(', '.join(map(str, group)) for group in ranks)}" if ranks else ""),
+        remedy="all ranks of the tensor's mesh must take part in the save, with one layout" if fault.kind != "out_of_bounds" else None,
+    )
+
+
+def _unit(entry: _Entry, box: Box, holders: Sequence[Holder], plans: Sequence[RankPlan]) -> Unit:
+    ranks = tuple(sorted({rank for rank, _ in holders}))
+    if entry.kind is None:
+        rank, number = holders[0]
+        return Unit(max(1, int(plans[rank].data.object_bytes[number])), ranks)
+    num_bytes = math.prod(box[1]) * entry.kind[0].itemsize
+    if len(ranks) == 1 or not num_bytes:
+        return Unit(num_bytes, ranks)
+    return Unit(num_bytes, ranks, box[1][_cut_dim(box[1], len(ranks))] if box[1] else 1)
+
+
+def _cut_dim(sizes: Sequence[int], num_holders: int) -> int:
+    for dim, size in enumerate(sizes):
+        if size >= _ROWS_PER_HOLDER * num_holders:
+            return dim
+    return max(range(len(sizes)), key=lambda dim: sizes[dim])
+
+
+def _items_of(
+    entry: _Entry, box: Box, pieces: Sequence[Piece], plans: Sequence[RankPlan], numbers: Mapping[int, int]
+) -> Iterator[tuple[int, WriteItem]]:
+    if len(pieces) == 1:
+        rank = pieces[0].rank
+        yield rank, plans[rank].items[numbers[rank]]
+        return
+    dim = _cut_dim(box[1], len(numbers))
+    for piece in pieces:
+        offsets, sizes = list(box[0]), list(box[1])
+        offsets[dim] += piece.begin
+        sizes[dim] = piece.end - piece.begin
+        item = plans[piece.rank].items[numbers[piece.rank]]
+        assert item.tensor_data is not None
+        chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        data = TensorWriteData(chunk=chunk, properties=item.tensor_data.properties, size=item.tensor_data.size)
+        yield piece.rank, replace(item, index=MetadataIndex(entry.key, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def _describe(metadata: dict[str, STORAGE_TYPES], entry: _Entry, item: WriteItem) -> None:
+    data = item.tensor_data
+    if data is None:
+        metadata[entry.key] = BytesStorageMetadata()
+        return
+    known = metadata.get(entry.key)
+    if known is None:
+        metadata[entry.key] = TensorStorageMetadata(properties=data.properties, size=data.size, chunks=[data.chunk])
+    else:
+        assert isinstance(known, TensorStorageMetadata)
+        known.chunks.append(data.chunk)

@@ -1,0 +1,166 @@
+"""One rank's view of the state to be saved: its leaves, the boxes that it holds, its write items and the digests of their content."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dcp_engine.errors import StateError, UnencodableObjectError, UnsupportedTensorError
+from dcp_engine.objects import encode_object
+from dcp_engine.planners.local_shards import LocalTensor, describe, is_tensor_like
+from dcp_engine.planners.replicas import ContentDigests
+from dcp_engine.planners.ties import find_ties
+from dcp_engine.planners.tree import encode_skeleton, flatten
+
+__all__ = ["LocalState"]
+
+
+class LocalState:
+    """The state of one save on this rank.
+
+    Args:
+        state_dict: what DCP hands to the planner.
+        flattened: whether nested containers are traversed; otherwise every top-level value is a leaf.
+        engine: the writer is ours, so objects are encoded by :mod:`dcp_engine.objects`.
+
+    Attributes:
+        leaves: key -> value, in the order of the items.
+        paths: key -> typed path; None where not flattened.
+        skeleton: the containers, encoded; empty where not flattened.
+        tensors: key -> boxes, for the leaves that are tensors and of which this rank may hold a part.
+        encoded: key -> encoded object, until somebody takes it.
+
+    Raises:
+        StateError kinds: something in the state cannot be stored; names the key. An error that a value's ``__create_write_items__`` raises
+            passes unchanged, and reaches every rank.
+    """
+
+    def __init__(self, state_dict: Mapping[str, Any], *, flattened: bool, engine: bool) -> None:
+        self.engine = engine
+        self.paths: dict[str, tuple[str | int, ...]] | None = None
+        self.skeleton = b""
+        self.encoded: dict[str, bytes] = {}
+        self.tensors: dict[str, LocalTensor] = {}
+        if flattened:
+            flat = flatten(state_dict)
+            self.leaves, self.paths, self.skeleton = flat.leaves, flat.paths, encode_skeleton(flat.skeleton)
+        else:
+            self.leaves = dict(state_dict)
+            for key in self.leaves:
+                if not isinstance(key, str):
+                    raise StateError("a key of a state that is not flattened must be a str", expected="str", found=repr(key))
+        self._absent: set[str] = set()
+
+    def describe(self) -> None:
+        """Find the boxes of all tensors."""
+        for key, value in self.leaves.items():
+            if is_tensor_like(value) or hasattr(value, "__create_write_items__"):
+                tensor = describe(key, value)
+                if tensor is None:
+                    self._absent.add(key)
+                    continue
+                if not self.engine and tensor.kind == "dtensor" and len(tensor.shards) > 1:
+                    raise UnsupportedTensorError(
+                        "this rank's rows of a DTensor are not contiguous, which this storage writer may not be able to keep apart",
+                        tensor=key,
+                        expected="one box of the tensor on each rank",
+                        found=f"{len(tensor.shards)} boxes under {value.placements}",
+                        remedy="save with dcp_engine.ShardWriter, or redistribute the tensor first",
+                    )
+                self.tensors[key] = tensor
+
+    def items(self) -> list[WriteItem]:
+        """One item a box or object, in the order of the leaves."""
+        items = []
+        for key in self.leaves:
+            tensor = self.tensors.get(key)
+            if tensor is not None:
+                size = torch.Size(tensor.global_shape)
+                items += [_tensor_item(tensor, size, shard.offsets, shard.sizes) for shard in tensor.shards]
+            elif key not in self._absent:
+                items.append(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO))
+        return items
+
+    def layout(self) -> tuple[object, ...]:
+        """All that the plan depends on, but for contents: equal layouts have equal plans."""
+        entries: list[object] = []
+        for key in self.leaves:
+            tensor = self.tensors.get(key)
+            if tensor is not None:
+                boxes = [(shard.offsets, shard.sizes) for shard in tensor.shards]
+                entries.append((key, tensor.dtype, tensor.global_shape, boxes, tensor.may_be_replicated))
+            elif key not in self._absent:
+                entries.append(key)
+        return (self.engine, entries, self.paths, self.skeleton)
+
+    def ties(self) -> dict[str, str]:
+        """Alias key -> key with the same memory on this rank."""
+        return find_ties(self.tensors.values())
+
+    def contents(self, *, replicated: bool) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Digests of what other ranks may hold too, and sizes of encoded objects, both aligned with :meth:`items`.
+
+        With our writer every object is encoded here: what cannot be is refused before anything is written, and the bytes are used again.
+
+        Args:
+            replicated: more than one rank takes part in the save. Otherwise no digest is computed.
+        """
+        values: list[tuple[str, Any]] = []
+        for key, value in self.leaves.items():
+            tensor = self.tensors.get(key)
+            if tensor is not None:
+                # Ranks that hold no element of an empty tensor all describe it whole.
+                wanted = replicated and (tensor.may_be_replicated or 0 in tensor.global_shape)
+                values += [(key, shard.tensor if wanted else None) for shard in tensor.shards]
+            elif key not in self._absent:
+                values.append((key, value))
+        digests = ContentDigests(len(values))
+        sizes = np.zeros(len(values), dtype=np.int64)
+        for slot, (key, value) in enumerate(values):
+            if key not in self.tensors:
+                value = self._encode(key, value, replicated)
+                sizes[slot] = len(value)
+            if replicated and value is not None:
+                digests.add(slot, value)
+        return digests.finish(), sizes
+
+    def _encode(self, key: str, value: object, replicated: bool) -> bytes:
+        """Encode an object where its size, its digest or its refusal is needed."""
+        if not self.engine and not replicated:
+            return b""
+        try:
+            encoded = encode_object(value, key=key)
+        except UnencodableObjectError:
+            if self.engine:
+                raise
+            return _stock_bytes(value)
+        if self.engine:
+            self.encoded[key] = encoded
+        return encoded
+
+
+def _stock_bytes(value: object) -> bytes:
+    """What DCP's own writers store of an object."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _tensor_item(tensor: LocalTensor, size: torch.Size, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> WriteItem:
+    start = torch.Size(offsets)
+    return WriteItem(
+        index=MetadataIndex(tensor.key, start),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=start, sizes=torch.Size(sizes)),
+            properties=TensorProperties(dtype=tensor.dtype),  # one each: a subclass may change those of single items
+            size=size,
+        ),
+    )

@@ -1,0 +1,122 @@
+"""Plans of earlier saves, kept on the planner itself and dropped by any error.
+
+DCP's own cache lives on the class, so that a second planner, or a second save to another place, replays what was never meant for it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from dcp_engine.errors import PlanError
+from dcp_engine.planners.global_plan import GlobalPlan, RankPlan
+from dcp_engine.planners.plan_records import LocalPlanData
+
+__all__ = ["GlobalPlanCache", "KnownPlan", "LocalPlanCache"]
+
+_NUM_KEPT = 3
+"""Ranks whose save failed late may be a plan or two behind the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlanCache:
+    """A rank's last plan.
+
+    Attributes:
+        plan_id: under which the coordinator keeps it.
+        layout: everything that the plan followed from, but for contents.
+        items: the final local plan.
+    """
+
+    plan_id: str
+    layout: Any
+    items: list[WriteItem]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPlan:
+    """A global plan with the local plans it was made of, and the arguments of its ``PlannerData``."""
+
+    plan_id: str
+    local: tuple[RankPlan, ...]
+    made: GlobalPlan
+    mapping: dict[str, tuple[str | int, ...]] | None
+    skeleton: bytes
+    order: NDArray[np.int64]
+    """Positions of all replicas in the digests of all ranks, one after the other, group by group."""
+    groups: NDArray[np.int64]
+    """For each of these positions, where its group begins in ``order``."""
+
+    @classmethod
+    def of(
+        cls, plan_id: str, local: Sequence[RankPlan], made: GlobalPlan, mapping: dict[str, tuple[str | int, ...]] | None, skeleton: bytes
+    ) -> KnownPlan:
+        """Derives the positions of the replicas."""
+        first = np.concatenate(([0], np.cumsum([len(plan.items) for plan in local], dtype=np.int64)))
+        order = np.array([first[rank] + number for group in made.replicas for rank, number in group], dtype=np.int64)
+        counts = np.array([len(group) for group in made.replicas], dtype=np.int64)
+        return cls(plan_id, tuple(local), made, mapping, skeleton, order, np.repeat(np.cumsum(counts) - counts, counts))
+
+    def holds_for(self, plans: Sequence[RankPlan]) -> bool:
+        """Whether the same plan would be made of these, which differ from ``local`` in contents at most."""
+        if self.made.by_policy or len(plans) != len(self.local):
+            return False
+        if not self.order.size:
+            return True
+        contents = np.concatenate([plan.data.digests for plan in plans])[self.order]
+        return bool((contents != 0).all() and (contents == contents[self.groups]).all())
+
+
+class GlobalPlanCache:
+    """The coordinator's last few plans.
+
+    Thread-safety: none.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, KnownPlan] = OrderedDict()
+
+    def add(self, plan: KnownPlan) -> None:
+        """Keep a plan, and forget the oldest one."""
+        self._known[plan.plan_id] = plan
+        self._known.move_to_end(plan.plan_id)
+        while len(self._known) > _NUM_KEPT:
+            self._known.popitem(last=False)
+
+    def whole(self, plans: Sequence[SavePlan]) -> KnownPlan | None:
+        """The plan that all ranks refer to; None where any sent its items, or they refer to different ones."""
+        ids = {plan.planner_data.cached_plan_id for plan in plans}
+        return self._known.get(ids.pop()) if len(ids) == 1 else None
+
+    def expand(self, rank: int, plan: SavePlan) -> RankPlan:
+        """A rank's local plan in full.
+
+        Raises:
+            PlanError: it comes from another planner, or refers to a plan that is not known here.
+        """
+        data = plan.planner_data
+        if not isinstance(data, LocalPlanData):
+            raise PlanError(
+                "a rank planned its part of the save with another planner",
+                rank=rank,
+                expected="BalancedSavePlanner on every rank",
+                found=f"planner_data of type {type(data).__name__}",
+                remedy="pass the same kind of planner to dcp.save on every rank, and keep SavePlan.planner_data in subclasses",
+            )
+        if data.cached_plan_id is None:
+            return RankPlan(plan.items, data)
+        known = self._known.get(data.cached_plan_id)
+        if known is None or rank >= len(known.local):
+            raise PlanError(
+                "a rank refers to an earlier plan that this coordinator did not make",
+                rank=rank,
+                remedy="make or replace the planner on all ranks together; the next save plans afresh",
+            )
+        local = known.local[rank]
+        return RankPlan(local.items, replace(local.data, digests=data.digests, object_bytes=data.object_bytes))

@@ -1,0 +1,301 @@
+"""``BalancedSavePlanner``: DCP's ``SavePlanner`` that writes replicas once and gives every rank about the same number of bytes."""
+
+from __future__ import annotations
+
+import gc
+import io
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from dcp_engine.errors import DuplicateKeyError, InvalidOptionError, PlanError
+from dcp_engine.objects import encode_object
+from dcp_engine.planners.global_plan import RankPlan, plan_globally
+from dcp_engine.planners.local_plan import LocalState
+from dcp_engine.planners.local_shards import LocalShard
+from dcp_engine.planners.plan_cache import GlobalPlanCache, KnownPlan, LocalPlanCache
+from dcp_engine.planners.plan_records import LocalPlanData, PlanReply, ReusedPlan
+from dcp_engine.planners.replicas import Choice, ReplicaPolicy
+from dcp_engine.planners.tree import decode_skeleton, encode_skeleton, merge_skeletons
+from dcp_engine.types import EncodedObject, EngineMetadata, EngineStorageMeta, PlannerData
+
+__all__ = ["BalancedSavePlanner"]
+
+DEFAULT_SPLIT_BYTES = 1 << 18
+
+_EXTENSION_POINTS = ("lookup_object", "transform_object", "resolve_data")
+_NOT_PICKLED = frozenset(
+    ("_local", "state_dict", "mappings", "plan", "global_plan", "metadata", "_cache", "_earlier", "_layout", "_global_cache"),
+)
+
+
+class BalancedSavePlanner(DefaultSavePlanner):
+    """Plans a save: replicas written once, bytes balanced over the ranks, large replicated tensors split over their replicas.
+
+    Calls by DCP, in order, and the ranks that run each:
+
+    1. ``set_up_planner`` (all ranks): takes the state. State of the previous save ends here.
+    2. ``create_local_plan`` (all ranks): the boxes and objects that this rank holds, with digests of what others may hold too.
+    3. ``create_global_plan`` (coordinator): compares replicas, drops all but one, shares out the bytes, checks that every tensor is
+       covered exactly once.
+    4. ``finish_plan`` (all ranks): takes the items that this rank is to write.
+    5. ``resolve_data`` (all ranks, any thread, any number of times): an item's tensor, as a view on whatever device, or object.
+
+    No rank is given a part that it does not hold. Two keys with one memory are stored once where the writer is ours.
+
+    Subclasses extend it as they extend ``DefaultSavePlanner``. ``lookup_object(index)`` gives this rank's part of a key at the offset of
+    one of its own boxes, ``transform_object(write_item, object)`` is applied to the piece that the item describes. Where either is
+    overridden, ties are not looked for, since two keys may then be two values.
+
+    Args:
+        flatten_state_dict: traverse nested containers, with DCP's names. Otherwise every top-level value is one tensor or object.
+        replica_policy: glob pattern of keys (``fnmatch`` rules, the first match wins) -> ``"lowest_rank"``: where replicas differ, take
+            that of the lowest rank (BatchNorm's running statistics under DDP, say); ``"error"``, as for keys that match none: refuse.
+        split_bytes: replicated tensors of at least this size may be split over their holders; at least 4.
+        cache_plans: keep the plan, and while the state's layout is unchanged send only contents' digests to the coordinator. The cache is
+            this instance's, and an error drops it.
+
+    Raises:
+        InvalidOptionError: an option is out of range.
+
+    Thread-safety: one save at a time; ``resolve_data`` may be called from any thread. Picklable; neither state nor cache is pickled.
+    """
+
+    def __init__(
+        self,
+        *,
+        flatten_state_dict: bool = True,
+        replica_policy: Mapping[str, Choice] | None = None,
+        split_bytes: int = DEFAULT_SPLIT_BYTES,
+        cache_plans: bool = True,
+    ) -> None:
+        super().__init__(flatten_state_dict=flatten_state_dict, enable_plan_caching=False)
+        if isinstance(split_bytes, bool) or not isinstance(split_bytes, int) or split_bytes < 4:
+            raise InvalidOptionError("split_bytes is not a size", expected="an int of at least 4", found=repr(split_bytes))
+        self._policy = ReplicaPolicy(replica_policy)
+        self._split_bytes = split_bytes
+        self._cache_plans = cache_plans
+        self._forget()
+
+    # -- DCP's calls ------------------------------------------------------------------------------------------------------
+
+    def set_up_planner(self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
+        """Take the state.
+
+        Args:
+            state_dict: the state; not changed. Its tensors are held until the next save.
+            storage_meta: of the writer; an :class:`EngineStorageMeta` says that it is ours.
+            is_coordinator: this rank makes the global plan.
+
+        Raises:
+            DuplicateKeyError: two paths of the state have one name. StateError kinds: a container that cannot be kept.
+        """
+        self._local = LocalState(state_dict, flattened=self.flatten_state_dict, engine=isinstance(storage_meta, EngineStorageMeta))
+        self.state_dict = self._local.leaves
+        self.mappings = dict(self._local.paths or {})
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank holds.
+
+        Raises:
+            UnsupportedTensorError: a tensor that cannot be stored. UnencodableObjectError: an object that the format cannot hold.
+        """
+        # Taken out, and put back by finish_plan: whatever fails in between, the next save plans afresh.
+        cache, self._cache = self._cache, None
+        with _without_gc():
+            self._local.describe()
+            ties = self._local.ties() if self._local.engine and not self._changes_contents() else {}
+            layout = (*self._local.layout(), ties)
+            digests, object_bytes = self._local.contents(replicated=_num_ranks() > 1)
+            self._layout = layout
+            self._earlier = cache if cache is not None and cache.layout == layout else None
+            if self._earlier is not None:
+                self.plan = SavePlan([], planner_data=LocalPlanData(digests, object_bytes, self._earlier.plan_id))
+            else:
+                data = LocalPlanData(digests, object_bytes, None, self._local.paths, self._local.skeleton, ties)
+                self.plan = SavePlan(self._local.items(), planner_data=data)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """What every rank writes, and the description of the whole.
+
+        Raises:
+            ReplicaMismatchError: ranks hold different values under one key. PlanError: the ranks' parts do not cover a tensor exactly once.
+        """
+        cache, self._global_cache = self._global_cache, GlobalPlanCache()
+        with _without_gc():
+            local = [cache.expand(rank, plan) for rank, plan in enumerate(all_plans)]
+            known = cache.whole(all_plans)
+            if known is not None and known.holds_for(local):
+                plan_class: type[SavePlan] = ReusedPlan
+            else:
+                known = self._plan(local)
+                plan_class = SavePlan
+        reply = PlanReply(known.plan_id)
+        self.global_plan = [
+            plan_class(items, storage_data=plan.storage_data, planner_data=reply, usable=plan.usable)
+            for items, plan in zip(known.made.items, all_plans, strict=True)
+        ]
+        self.metadata = self._describe(known)
+        if self._cache_plans:
+            cache.add(known)
+            self._global_cache = cache
+        return self.global_plan, self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take what this rank is to write.
+
+        Raises:
+            PlanError: the coordinator used another planner, or its answer does not belong to this save.
+        """
+        reply = new_plan.planner_data
+        reused = isinstance(new_plan, ReusedPlan)
+        if not isinstance(reply, PlanReply) or (reused and (self._earlier is None or self._earlier.plan_id != reply.plan_id)):
+            raise PlanError(
+                "the plan that came back was not made for what this rank sent",
+                expected="the plan of a BalancedSavePlanner on the coordinator",
+                found=f"planner_data of type {type(reply).__name__}",
+                remedy="pass the same kind of planner to dcp.save on every rank",
+            )
+        items = self._earlier.items if reused and self._earlier is not None else new_plan.items
+        if self._cache_plans:
+            self._cache = LocalPlanCache(reply.plan_id, self._layout, items)
+        self._earlier = None
+        mine = {item.index.fqn for item in items if item.type is WriteItemType.BYTE_IO}
+        self._local.encoded = {key: data for key, data in self._local.encoded.items() if key in mine}
+        self.plan = SavePlan(items, storage_data=new_plan.storage_data, planner_data=self.mappings, usable=new_plan.usable)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """An item's content: a view of the state's memory for a tensor, a stream of bytes for an object. Idempotent and thread-safe.
+
+        Raises:
+            PlanError: this rank does not hold the item.
+        """
+        data = write_item.tensor_data
+        if data is None:
+            return self._resolved(self.transform_object(write_item, self.lookup_object(write_item.index)))
+        number, shard = self._shard_around(write_item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        found = self.lookup_object(MetadataIndex(write_item.index.fqn, shard.offsets, number))
+        if isinstance(found, torch.Tensor) and tuple(found.shape) == shard.sizes:
+            for dim, (begin, size) in enumerate(zip(data.chunk.offsets, data.chunk.sizes, strict=True)):
+                if size != shard.sizes[dim]:
+                    found = found.narrow(dim, begin - shard.offsets[dim], size)
+        return self._resolved(self.transform_object(write_item, found))
+
+    # -- DCP's extension points -------------------------------------------------------------------------------------------
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """This rank's value of a key: an object, or the local tensor of the box that begins at ``index.offset`` (``None``: its only one).
+
+        Raises:
+            PlanError: there is none.
+        """
+        tensor = self._local.tensors.get(index.fqn)
+        if tensor is not None:
+            for shard in tensor.shards:
+                if index.offset is None or shard.offsets == tuple(index.offset):
+                    return shard.tensor
+        elif index.fqn in self.state_dict and index.offset is None:
+            return self.state_dict[index.fqn]
+        raise self._not_held(index.fqn, index.offset)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """What is stored of a value: a tensor as it is; an object encoded for our writer, else as ``torch.save`` bytes."""
+        if write_item.type is not WriteItemType.BYTE_IO:
+            return object
+        if not self._local.engine:
+            return super().transform_object(write_item, object)
+        key = write_item.index.fqn
+        # Encoded once for its digest already. Handed out once, then made anew: it must not outlive the save.
+        encoded = self._local.encoded.pop(key, None) if object is self.state_dict.get(key) else None
+        return EncodedObject(encode_object(object, key=key) if encoded is None else encoded)
+
+    # -- inside -----------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The process that DCP saves from gets the planner by pickle at every save: not the state, which it is given on its own.
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_PICKLED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._local = LocalState({}, flattened=False, engine=False)
+        self.state_dict: dict[str, Any] = {}
+        self.mappings = {}
+        self._layout: tuple[object, ...] = ()
+        self._cache: LocalPlanCache | None = None
+        self._earlier: LocalPlanCache | None = None
+        self._global_cache = GlobalPlanCache()
+
+    def _changes_contents(self) -> bool:
+        """Whether a subclass may store other values than the state's."""
+        return any(getattr(type(self), name) is not getattr(BalancedSavePlanner, name) for name in _EXTENSION_POINTS)
+
+    def _plan(self, local: Sequence[RankPlan]) -> KnownPlan:
+        made = plan_globally(local, policy=self._policy, split_bytes=self._split_bytes, keep_empty=not self._local.engine)
+        mapping: dict[str, tuple[str | int, ...]] | None = {} if self.flatten_state_dict else None
+        for rank, plan in enumerate(local):
+            for key, path in (plan.data.mapping or {}).items():
+                if mapping is not None and mapping.setdefault(key, path) != path:
+                    raise DuplicateKeyError("two paths of different ranks have one name", tensor=key, rank=rank, found=(mapping[key], path))
+        skeletons = list(dict.fromkeys(plan.data.skeleton for plan in local if plan.data.skeleton))
+        if len(skeletons) > 1:
+            skeletons = [encode_skeleton(merge_skeletons([decode_skeleton(skeleton) for skeleton in skeletons]))]
+        return KnownPlan.of(uuid.uuid4().hex, local, made, mapping, skeletons[0] if skeletons else b"")
+
+    def _describe(self, known: KnownPlan) -> Metadata:
+        """New at every save: the writer fills it in."""
+        if not self._local.engine:
+            # Goes to disk by pickle: nothing of ours may be in it.
+            return Metadata(dict(known.made.metadata), planner_data=None if known.mapping is None else dict(known.mapping))
+        return EngineMetadata(
+            dict(known.made.metadata), planner_data=PlannerData(known.mapping, skeleton=known.skeleton, ties=known.made.ties)
+        )
+
+    def _shard_around(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, LocalShard]:
+        tensor = self._local.tensors.get(key)
+        for number, shard in enumerate(tensor.shards if tensor is not None else ()):
+            inside = zip(offsets, sizes, shard.offsets, shard.sizes, strict=True)
+            if all(begin <= offset and offset + size <= begin + length for offset, size, begin, length in inside):
+                return number, shard
+        raise self._not_held(key, offsets)
+
+    def _not_held(self, key: str, offset: Sequence[int] | None) -> PlanError:
+        return PlanError(
+            "this rank is asked for a part of the state that it does not hold",
+            tensor=key,
+            found=None if offset is None else f"offsets {tuple(offset)}",
+            remedy="change the state and the plan in tandem",
+        )
+
+    def _resolved(self, value: Any) -> Any:
+        # Lazily, here: it allocates memory.
+        return value.resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
+
+
+def _num_ranks() -> int:
+    """At least as many as take part in the save: a planner is not told the process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """No garbage collection while a plan's many small records are made: it would walk them all again and again, and free none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
