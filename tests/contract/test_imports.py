@@ -137,6 +137,20 @@ def test_errors_are_raised_by_a_name_that_says_something(path: Path) -> None:
     assert [(line, what) for line, what in raised if what in BARE] == []
 
 
+def test_one_file_of_storage_knows_the_records_of_dcp_and_of_the_format() -> None:
+    knows_dcp, knows_format = set(), set()
+    for path in (ROOT / "storage").rglob("*.py"):
+        names = [what for _, what in imports(tree(path))]
+        if any(what.startswith("torch.distributed") for what in names):
+            knows_dcp.add(name(path))
+        if any(what.startswith(("dcp_engine.storage.shard_table", "dcp_engine.storage.table")) for what in names):
+            knows_format.add(name(path))
+    assert knows_dcp <= {"storage/dcp_records.py", "storage/reader.py", "storage/writer.py"}
+    assert knows_dcp & knows_format <= {"storage/dcp_records.py"}
+    assert {"storage/writer.py", "storage/reader.py"} <= knows_dcp
+    assert "storage/manifest.py" in knows_format
+
+
 def test_the_rules_see_what_they_forbid() -> None:
     module = ast.parse("import pickle\nfrom torch._C import x\nfrom torch.a import _b\nimport_module('dill')\ntorch._C.f()\n")
     assert [what for _, what in imports(module)] == ["pickle", "torch._C.x", "torch.a._b", "dill"]
