@@ -44,7 +44,7 @@ types: $(STAMP)  ## mypy --strict and the import contracts, on an installed copy
 	rm -rf build/lib build/typed
 	$(PIP) --no-deps --no-build-isolation --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p dcp_engine
-	cd build/typed && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml
+	cd build/typed && PYTHONPATH=. ../../$(BIN)/lint-imports ../../pyproject.toml
 
 demo: $(STAMP)  ## the main job: train, lose a rank in the middle of a save, come back on other topologies, prove it
 	$(BIN)/dcp-engine demo
