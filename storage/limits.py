@@ -50,8 +50,3 @@ MAX_MARKER_BYTES: Final = 4096
 def max_record_raw_bytes(stored_bytes: int) -> int:
     """Raw bytes that a record of ``stored_bytes`` compressed bytes may have."""
     return min(MAX_RECORD_RAW_BYTES, FREE_RECORD_RAW_BYTES + MAX_RECORD_RATIO * stored_bytes)
-
-
-def extent_bytes(stored_bytes: int) -> int:
-    """Bytes that a block of ``stored_bytes`` takes up in its file, padding included."""
-    return -(-stored_bytes // ALIGN_BYTES) * ALIGN_BYTES
