@@ -18,7 +18,7 @@ from dcp_engine.storage.codecs import RAW, Scratch, decode_block
 from dcp_engine.storage.digest import block_digest
 from dcp_engine.storage.limits import BLOCK_BYTES
 from dcp_engine.storage.read_plan import BlockPlan, Span, plan_reads
-from dcp_engine.storage.read_targets import Wanted
+from dcp_engine.storage.read_targets import Wanted, open_target
 from dcp_engine.storage.records import PipelineOptions, ReadRequest
 from dcp_engine.storage.shard_files import ShardFiles
 from dcp_engine.storage.workers import WorkerPool
@@ -70,7 +70,7 @@ def read_chunks(
     limit = options.bytes_in_flight // (span_bytes + BLOCK_BYTES)
     uses = Counter(span.file for span in plan.spans)
     with closing(ShardFiles(manifest, open_file, uses, path=path)) as files:
-        reader = _SpanReader(manifest, files, options, path)
+        reader = _SpanReader(manifest, files, requests, plan.block_offsets, options, path)
         pool.for_each(plan.spans, reader.read, limit=limit)
     for request in plan.empty:
         request.commit()
@@ -102,9 +102,19 @@ class _Job:
 class _SpanReader:
     """What the workers do with a span: read, check, decode, hand over."""
 
-    def __init__(self, manifest: Manifest, files: ShardFiles, options: PipelineOptions, path: str | None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        files: ShardFiles,
+        requests: Sequence[ReadRequest],
+        block_offsets: Sequence[int],
+        options: PipelineOptions,
+        path: str | None,
+    ) -> None:
         self._manifest = manifest
         self._files = files
+        self._requests = requests
+        self._block_offsets = block_offsets
         self._verify = options.verify
         self._path = path
         self._count_lock = threading.Lock()
@@ -124,7 +134,7 @@ class _SpanReader:
                     self._deliver(job, scratch)
                 self._finish(plan)
         except DcpEngineError as error:
-            _add_place(error, self._path, self._manifest.files[span.file].name, plan)
+            _add_place(error, self._path, self._manifest.files[span.file].name, self._first_request(plan).name)
             raise
         self._files.done(span.file)
 
@@ -139,7 +149,7 @@ class _SpanReader:
         for plan, codec, raw_bytes, stored_bytes, digest, extent in zip(
             span.blocks, *(column[blocks].tolist() for column in columns), strict=True
         ):
-            dtype = dtypes.of_code(int(table.entry_dtypes[table.chunk_entries[plan.wanted[0].request.chunk]]))
+            dtype = dtypes.of_code(int(table.entry_dtypes[table.chunk_entries[self._first_request(plan).chunk]]))
             job = _Job(plan, dtype, codec, raw_bytes, digest, [buffer[begin : begin + extent]], extent - stored_bytes)
             begin += extent
             if codec == RAW:
@@ -163,10 +173,9 @@ class _SpanReader:
 
     def _deliver(self, job: _Job, scratch: Scratch) -> None:
         """Decode a block that was read to a buffer, and copy what is wanted of it."""
-        wanted = job.plan.wanted
         stored = job.parts[0]
         if job.codec != RAW:
-            run = _run_of(job) if len(wanted) == 1 else None
+            run = _run_of(job)
             if run is not None and len(run[1]) == job.raw_bytes:
                 decode_block(job.codec, stored, run[1], job.dtype, scratch)
                 return
@@ -176,14 +185,14 @@ class _SpanReader:
         carrier = dtypes.carrier_dtype(job.dtype)
         itemsize = job.dtype.itemsize
         elements = np.frombuffer(stored, carrier)
-        for item in wanted:
+        for index in job.plan.whole:
+            target = open_target(self._requests[index], carrier)
+            first = self._block_offsets[index] // itemsize
+            target[...] = elements[first : first + target.size].reshape(target.shape)
+        for item in job.plan.wanted:
             first = item.block_offset // itemsize
-            if item.is_whole and item.in_one_block and len(wanted) > 1:
-                target = item.open(carrier)
-                target[...] = elements[first : first + target.size].reshape(target.shape)
-            else:
-                start, num_elements = _chunk_range(job, item)
-                item.scatter(carrier, elements[first : first + num_elements], start)
+            start, num_elements = _chunk_range(job, item)
+            item.scatter(carrier, elements[first : first + num_elements], start)
 
     def _finish(self, plan: BlockPlan) -> None:
         """Count the block off its requests, and commit those that are complete."""
@@ -193,22 +202,24 @@ class _SpanReader:
                 item.num_left -= 1
                 if not item.num_left:
                     complete.append(item)
-        if complete:
-            with self._commit_lock:
-                for item in complete:
-                    item.drop()
-                    item.request.commit()
+        with self._commit_lock:
+            for item in complete:
+                item.drop()
+                item.request.commit()
+            for index in plan.whole:
+                self._requests[index].commit()
+
+    def _first_request(self, plan: BlockPlan) -> ReadRequest:
+        return plan.wanted[0].request if plan.wanted else self._requests[plan.whole[0]]
 
     def _describe(self, job: _Job, span: Span) -> str:
         first = int(np.searchsorted(self._manifest.block_file, span.file))
-        others = len(job.plan.wanted) - 1
+        others = len(job.plan.whole) + len(job.plan.wanted) - 1
         return f"block {job.plan.block - first}" + (f" (of this tensor and {others} more requests)" if others else "")
 
 
 def _read_in_place(job: _Job) -> None:
     """Let a raw block be read into the target, with the buffer for what surrounds the wanted bytes, if they are one run on both sides."""
-    if len(job.plan.wanted) != 1:
-        return
     run = _run_of(job)
     if run is None:
         return
@@ -220,7 +231,9 @@ def _read_in_place(job: _Job) -> None:
 
 
 def _run_of(job: _Job) -> tuple[int, memoryview] | None:
-    """Where in the block the run of its only request begins, in bytes, and the run's memory."""
+    """Where in the block the run of its only request begins, in bytes, and the run's memory; ``None`` where there is no such thing."""
+    if job.plan.whole or len(job.plan.wanted) != 1:
+        return None
     (item,) = job.plan.wanted
     start, num_elements = _chunk_range(job, item)
     run = item.run(dtypes.carrier_dtype(job.dtype), start, start + num_elements)
@@ -234,8 +247,8 @@ def _chunk_range(job: _Job, item: Wanted) -> tuple[int, int]:
     return (job.plan.block - item.first_block) * BLOCK_BYTES // job.dtype.itemsize, job.raw_bytes // job.dtype.itemsize
 
 
-def _add_place(error: DcpEngineError, path: str | None, file: str, plan: BlockPlan) -> None:
+def _add_place(error: DcpEngineError, path: str | None, file: str, tensor: str) -> None:
     """Name checkpoint, file and tensor in an error that came from a layer that knows less."""
     error.path = path if error.path is None else error.path
     error.file = file if error.file is None else error.file
-    error.tensor = plan.wanted[0].request.name if error.tensor is None else error.tensor
+    error.tensor = tensor if error.tensor is None else error.tensor

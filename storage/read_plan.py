@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dcp_engine.errors import PlanError
 from dcp_engine.storage.limits import BLOCK_BYTES
@@ -25,9 +25,17 @@ __all__ = ["BlockPlan", "ReadPlan", "Span", "plan_reads"]
 
 @dataclass(slots=True, eq=False)
 class BlockPlan:
-    """One block to be read, once, and all that is wanted of it."""
+    """One block to be read, once, and all that is wanted of it.
+
+    Attributes:
+        block: its index among the blocks of all files.
+        whole: indices of requests for whole chunks that share this block with others: nothing but numbers is kept of each, since there
+            may be tens of thousands, and an object for each would cost more time in the garbage collector than in reading.
+        wanted: all other requests that touch it.
+    """
 
     block: int
+    whole: list[int]
     wanted: list[Wanted]
 
 
@@ -48,9 +56,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """All reads, ordered by file and position, and the requests that need none."""
+    """All reads of a list of requests.
+
+    Attributes:
+        spans: ordered by file and position.
+        block_offsets: for each request, where its chunk begins in the raw bytes of the chunk's first block, in bytes.
+        empty: requests without elements, which need no read.
+    """
 
     spans: list[Span]
+    block_offsets: list[int]
     empty: list[ReadRequest]
 
 
@@ -66,42 +81,76 @@ def plan_reads(manifest: Manifest, requests: Sequence[ReadRequest], *, span_byte
     Raises:
         PlanError: a request is not inside its chunk.
     """
-    empty: list[ReadRequest] = []
-    by_block: defaultdict[int, list[Wanted]] = defaultdict(list)
-    for request, (chunk_sizes, nbytes, first_block, block_offset, num_blocks) in zip(requests, _rows(manifest, requests), strict=True):
-        sizes = request.sizes
-        is_whole = sizes == chunk_sizes
-        if not is_whole:
-            _check_inside(request, chunk_sizes, path)
-            if 0 in sizes:
-                empty.append(request)
-                continue
-        if num_blocks == 1:
-            by_block[first_block].append(
-                Wanted(request, chunk_sizes, first_block, block_offset, is_whole=is_whole, in_one_block=True, num_left=1)
-            )
-            continue
-        itemsize = nbytes // math.prod(chunk_sizes)
-        blocks = blocks_of_box(chunk_sizes, Box(request.offsets, sizes), itemsize, BLOCK_BYTES) + first_block
-        wanted = Wanted(request, chunk_sizes, first_block, block_offset, is_whole=is_whole, in_one_block=False, num_left=len(blocks))
-        for block in blocks.tolist():
-            by_block[block].append(wanted)
-    return ReadPlan(_spans(manifest, by_block, span_bytes), empty)
-
-
-def _rows(manifest: Manifest, requests: Sequence[ReadRequest]) -> Iterator[tuple[tuple[int, ...], int, int, int, int]]:
-    """Sizes, bytes, first block, offset in it and number of blocks of each request's chunk, gathered by columns: there may be many."""
     table = manifest.table
     chunks = np.fromiter((request.chunk for request in requests), np.int64, len(requests))
+    firsts = table.chunk_first_block[chunks]
+    is_whole = _are_whole(manifest, requests, chunks)
+    is_small = is_whole & (table.chunk_num_blocks[chunks] == 1)
+    plans: dict[int, BlockPlan] = {}
+    small = np.flatnonzero(is_small)
+    small = small[np.argsort(firsts[small], kind="stable")]
+    borders = [0, *(np.flatnonzero(np.diff(firsts[small])) + 1).tolist(), len(small)]
+    for begin, end in itertools.pairwise(borders if len(small) else []):
+        block = int(firsts[small[begin]])
+        plans[block] = BlockPlan(block, small[begin:end].tolist(), [])
+    empty: list[ReadRequest] = []
+    for index in np.flatnonzero(~is_small).tolist():
+        request = requests[index]
+        chunk_sizes = table.box(request.chunk)[1]
+        _check_inside(request, chunk_sizes, path)
+        if 0 in request.sizes:
+            empty.append(request)
+            continue
+        wanted, blocks = _wanted(manifest, request, chunk_sizes, is_whole=bool(is_whole[index]))
+        for block in blocks:
+            plans.setdefault(block, BlockPlan(block, [], [])).wanted.append(wanted)
+    for plan in plans.values():
+        if len(plan.whole) == 1 and not plan.wanted:
+            # Alone in its block, it may be read straight into its target.
+            request = requests[plan.whole.pop()]
+            plan.wanted.append(_wanted(manifest, request, request.sizes, is_whole=True)[0])
+    return ReadPlan(_spans(manifest, plans, span_bytes), table.chunk_block_offset[chunks].tolist(), empty)
+
+
+def _are_whole(manifest: Manifest, requests: Sequence[ReadRequest], chunks: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which requests have just the sizes of their chunk, compared by columns."""
+    table = manifest.table
     starts = table.box_starts[chunks]
-    counts = table.box_starts[chunks + 1] - starts
-    stops = np.cumsum(counts)
+    num_dims = table.box_starts[chunks + 1] - starts
+    is_whole = np.fromiter((len(request.sizes) for request in requests), np.int64, len(requests)) == num_dims
+    if not is_whole.all():
+        # Refused later, one by one, with its name.
+        return np.zeros(len(requests), np.bool_)
+    stops = np.cumsum(num_dims)
     num_extents = int(stops[-1]) if len(stops) else 0
-    extents = table.chunk_sizes[np.arange(num_extents) + np.repeat(starts - (stops - counts), counts)].tolist()
-    bounds = [0, *stops.tolist()]
-    sizes = (tuple(extents[begin:end]) for begin, end in itertools.pairwise(bounds))
-    places = (table.chunk_bytes, table.chunk_first_block, table.chunk_block_offset, table.chunk_num_blocks)
-    return zip(sizes, *(column[chunks].tolist() for column in places), strict=True)
+    stored = table.chunk_sizes[np.arange(num_extents) + np.repeat(starts - (stops - num_dims), num_dims)]
+    wanted = np.fromiter(itertools.chain.from_iterable(request.sizes for request in requests), np.int64, num_extents)
+    shifted = np.fromiter(itertools.chain.from_iterable(request.offsets for request in requests), np.int64, num_extents)
+    owners = np.repeat(np.arange(len(requests)), num_dims)
+    is_whole[owners[(stored != wanted) | (shifted != 0)]] = False
+    return is_whole
+
+
+def _wanted(manifest: Manifest, request: ReadRequest, chunk_sizes: tuple[int, ...], *, is_whole: bool) -> tuple[Wanted, list[int]]:
+    """A request, and the blocks that it touches."""
+    table = manifest.table
+    first_block = int(table.chunk_first_block[request.chunk])
+    in_one_block = int(table.chunk_num_blocks[request.chunk]) == 1
+    if in_one_block:
+        blocks = [first_block]
+    else:
+        itemsize = int(table.chunk_bytes[request.chunk]) // math.prod(chunk_sizes)
+        blocks = (blocks_of_box(chunk_sizes, Box(request.offsets, request.sizes), itemsize, BLOCK_BYTES) + first_block).tolist()
+    wanted = Wanted(
+        request,
+        chunk_sizes,
+        first_block,
+        int(table.chunk_block_offset[request.chunk]),
+        is_whole=is_whole,
+        in_one_block=in_one_block,
+        num_left=len(blocks),
+    )
+    return wanted, blocks
 
 
 def _check_inside(request: ReadRequest, sizes: tuple[int, ...], path: str | None) -> None:
@@ -119,8 +168,8 @@ def _check_inside(request: ReadRequest, sizes: tuple[int, ...], path: str | None
         )
 
 
-def _spans(manifest: Manifest, by_block: dict[int, list[Wanted]], span_bytes: int) -> list[Span]:
-    blocks = np.fromiter(by_block, np.int64, len(by_block))
+def _spans(manifest: Manifest, plans: dict[int, BlockPlan], span_bytes: int) -> list[Span]:
+    blocks = np.fromiter(plans, np.int64, len(plans))
     blocks.sort()
     files = manifest.block_file[blocks]
     positions = manifest.block_position[blocks].tolist()
@@ -130,6 +179,6 @@ def _spans(manifest: Manifest, by_block: dict[int, list[Wanted]], span_bytes: in
     borders = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(ids)]
     for first, last in itertools.pairwise(borders):
         for start, stop in group_adjacent(positions[first:last], extents[first:last], span_bytes):
-            chosen = [BlockPlan(block, by_block[block]) for block in ids[first + start : first + stop]]
+            chosen = [plans[block] for block in ids[first + start : first + stop]]
             spans.append(Span(int(files[first]), positions[first + start], chosen))
     return spans

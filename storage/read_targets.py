@@ -14,7 +14,24 @@ from dcp_engine.errors import PlanError
 from dcp_engine.storage.ranges import Box, FlatBox, collapse, intersect, range_to_boxes
 from dcp_engine.storage.records import ReadRequest
 
-__all__ = ["Wanted"]
+__all__ = ["Wanted", "open_target"]
+
+
+def open_target(request: ReadRequest, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Open a request's array and check its form.
+
+    Raises:
+        PlanError: another shape or dtype than planned; numpy would broadcast or convert without a word.
+    """
+    array = request.open()
+    if array.shape != request.sizes or array.dtype != dtype:
+        raise PlanError(
+            "the target of a read does not have the planned form",
+            tensor=request.name,
+            expected=f"sizes {request.sizes}, {dtype}",
+            found=f"sizes {array.shape}, {array.dtype}",
+        )
+    return array
 
 
 class Wanted:
@@ -54,18 +71,6 @@ class Wanted:
         self.num_left = num_left
         self._lock = threading.Lock()
         self._target: tuple[NDArray[Any], FlatBox] | None = None
-
-    def open(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return the request's own array. Called once."""
-        array = self.request.open()
-        if array.shape != self.request.sizes or array.dtype != dtype:
-            raise PlanError(
-                "the target of a read does not have the planned form",
-                tensor=self.request.name,
-                expected=f"sizes {self.request.sizes}, {dtype}",
-                found=f"sizes {array.shape}, {array.dtype}",
-            )
-        return array
 
     def run(self, dtype: np.dtype[Any], start: int, stop: int) -> tuple[int, memoryview] | None:
         """Find the memory for the chunk's elements ``[start, stop)`` if those wanted form one run there and here.
@@ -113,7 +118,7 @@ class Wanted:
     def _opened(self, dtype: np.dtype[Any]) -> tuple[NDArray[Any], FlatBox]:
         with self._lock:
             if self._target is None:
-                array = self.open(dtype)
+                array = open_target(self.request, dtype)
                 if self.is_whole and array.flags.c_contiguous:
                     flat = FlatBox((array.size,), (0,), (array.size,), (array.itemsize,))
                 else:
