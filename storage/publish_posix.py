@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import platform
-import shutil
 import stat
 import time
 import uuid
@@ -22,10 +21,12 @@ from dcp_engine.errors import (
     CommitError,
     CommitStateUnknownError,
     ConcurrentCommitError,
+    CorruptCheckpointError,
     DcpEngineError,
     InvalidOptionError,
     RankDisagreementError,
     TruncatedFileError,
+    UnsupportedVersionError,
 )
 from dcp_engine.storage.attempts import (
     MANIFEST_NAME,
@@ -42,7 +43,7 @@ from dcp_engine.storage.attempts import (
 from dcp_engine.storage.backends import Location
 from dcp_engine.storage.backends.failures import PERMISSION_ERRNOS, storage_failure
 from dcp_engine.storage.backends.linux import exchange
-from dcp_engine.storage.backends.local import LocalDirectory, file_kind, flush_directory, is_mount_point, make_directories
+from dcp_engine.storage.backends.local import LocalDirectory, file_kind, flush_directory, is_mount_point, make_directories, remove_tree
 
 __all__ = ["PosixPublisher"]
 
@@ -155,10 +156,8 @@ class PosixPublisher:
                 found=f"flushing its parent failed: {error.strerror}",
                 remedy="check the file system, then read the checkpoint back",
             ) from error
-        if retired is not None:
-            shutil.rmtree(retired, ignore_errors=True)
-            if os.path.lexists(retired):
-                _logger.warning("could not remove the replaced checkpoint %s: remove it by hand", retired)
+        if retired is not None and not remove_tree(retired):
+            _logger.warning("could not remove the replaced checkpoint %s: remove it by hand", retired)
 
     def abort(self, ref: AttemptRef) -> None:
         """Removes the attempt directory, if it is this attempt's."""
@@ -167,10 +166,12 @@ class PosixPublisher:
         try:
             if nonce_at(LocalDirectory(ref.attempt)) not in (None, ref.nonce):
                 return  # an interrupted replacement left the old checkpoint under this name
-        except DcpEngineError:
+        except CorruptCheckpointError:
             pass  # a half-written marker of our own
-        shutil.rmtree(ref.attempt, ignore_errors=True)
-        if os.path.lexists(ref.attempt):
+        except DcpEngineError as error:
+            _logger.warning("the abandoned attempt %s is left alone: %s", ref.attempt, error)
+            return
+        if not remove_tree(ref.attempt):
             _logger.warning("could not remove the abandoned attempt %s: it is never read, remove it by hand", ref.attempt)
 
     # -- the target ---------------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ class PosixPublisher:
             )
         try:
             return nonce_at(LocalDirectory(self._target)) or _INCOMPLETE
-        except DcpEngineError:
+        except (CorruptCheckpointError, UnsupportedVersionError):
             return _INCOMPLETE  # damaged, or too new: in the way all the same, and the caller asked to replace it
 
     def _publish(self, ref: AttemptRef) -> str | None:

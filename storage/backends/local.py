@@ -14,7 +14,16 @@ from dcp_engine.storage.backends.failures import storage_failure
 from dcp_engine.storage.backends.linux import start_writeback
 from dcp_engine.storage.backends.locations import check_name
 
-__all__ = ["LocalDirectory", "LocalReadFile", "LocalWriteFile", "file_kind", "flush_directory", "is_mount_point", "make_directories"]
+__all__ = [
+    "LocalDirectory",
+    "LocalReadFile",
+    "LocalWriteFile",
+    "file_kind",
+    "flush_directory",
+    "is_mount_point",
+    "make_directories",
+    "remove_tree",
+]
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, a FIFO planted under the name of a shard would block the open for ever.
@@ -73,10 +82,26 @@ def make_directories(path: str) -> None:
     for path in reversed(missing):
         try:
             os.mkdir(path, 0o777)
-        except FileExistsError:
+        except FileExistsError as error:
             if not os.path.isdir(path):
-                raise
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
         flush_directory(os.path.dirname(path))
+
+
+def remove_tree(path: str) -> bool:
+    """Removes a directory and what is in it as far as possible, never through a symbolic link. Never raises.
+
+    Returns:
+        whether it is gone. (``shutil.rmtree`` raises errors of ``close`` even when told to ignore errors.)
+    """
+    with contextlib.suppress(OSError):
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            for name in os.listdir(path):
+                remove_tree(os.path.join(path, name))
+            os.rmdir(path)
+        else:
+            os.unlink(path)
+    return not os.path.lexists(path)
 
 
 def _batches(parts: Sequence[Buffer]) -> Iterator[list[memoryview]]:
@@ -166,11 +191,21 @@ class LocalWriteFile:
 class LocalReadFile:
     """An existing file, read by position. See :class:`~dcp_engine.storage.backends.base.ReadFile`."""
 
-    def __init__(self, path: str, name: str, fd: int, size_bytes: int) -> None:
+    def __init__(self, path: str, name: str, fd: int) -> None:
         self._path = path
         self._name = name
         self._fd = fd
-        self._size_bytes = size_bytes
+        self._size_bytes = 0
+
+    def look(self) -> None:
+        """Notes the size. ``MissingFileError`` if it is no regular file."""
+        try:
+            info = os.fstat(self._fd)
+        except OSError as error:
+            raise storage_failure(error, "look at the file", path=self._path, file=self._name) from error
+        if not stat.S_ISREG(info.st_mode):
+            raise MissingFileError("not a regular file", path=self._path, file=self._name, expected="a file", found=file_kind(info.st_mode))
+        self._size_bytes = info.st_size
 
     @property
     def size_bytes(self) -> int:
@@ -199,10 +234,11 @@ class LocalReadFile:
                 views = _advance(views, num_bytes)
 
     def close(self) -> None:
-        """Frees the descriptor."""
+        """Frees the descriptor. What a close reports about a file that was only read is no news about its bytes."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 class LocalDirectory:
@@ -232,11 +268,13 @@ class LocalDirectory:
             fd = os.open(os.path.join(self._path, name), _OPEN_FLAGS)
         except OSError as error:
             raise self._unreadable(error, name) from error
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            os.close(fd)
-            raise MissingFileError("not a regular file", path=self._path, file=name, expected="a file", found=file_kind(info.st_mode))
-        return LocalReadFile(self._path, name, fd, info.st_size)
+        file = LocalReadFile(self._path, name, fd)
+        try:
+            file.look()
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def read_small(self, name: str, limit_bytes: int) -> bytes:
         """The whole of a file of at most ``limit_bytes``."""
