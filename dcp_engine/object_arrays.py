@@ -130,11 +130,11 @@ def _build_array(parts: list[Any]) -> np.ndarray[Any, Any]:
 
 
 def _explode_scalar(value: np.generic) -> Sequence[object]:
-    # numpy strips trailing zeros from strings inside arrays, so that these two go as themselves.
+    # numpy strips trailing zeros from strings inside arrays and in its own __str__, so that these two go as themselves.
     if type(value) is np.bytes_:
         return ("S", bytes(value))
     if type(value) is np.str_:
-        return ("U", str(value))
+        return ("U", str.__str__(value))
     array = np.array(value)
     return (_dtype_spec(array.dtype), array.tobytes())
 
