@@ -77,7 +77,16 @@ def test_shard_names_have_one_spelling(component: str, rank: int, name: str) -> 
 
 @pytest.mark.parametrize(
     "name",
-    ["", "model", "model-0.shard", "model-000001.shard", "model-00000.shard\n", "Model-00000.shard", "../model-00000.shard", "a/b-00000.shard"]
+    [
+        "",
+        "model",
+        "model-0.shard",
+        "model-000001.shard",
+        "model-00000.shard\n",
+        "Model-00000.shard",
+        "../model-00000.shard",
+        "a/b-00000.shard",
+    ]
     + ["model-00000.shard/..", "-00000.shard", "model-٠٠٠٠٠.shard", "m\0del-00000.shard", "m" * 33 + "-00000.shard", "1m-00000.shard"],
 )
 def test_other_file_names_are_malformed(name: str) -> None:
