@@ -370,8 +370,9 @@ def test_a_dtype_is_never_converted_silently_even_by_a_stock_planner(tmp_path: P
 def test_the_whole_state_loads_without_a_template(tmp_path: Path) -> None:
     saved = {**state(), "odd": {1: torch.ones(2), "pair": (torch.zeros(1), 2), "empty": {}, "ordered": OrderedDict(a=1)}}
     dcp.save(saved, storage_writer=ShardWriter(tmp_path / "a"), planner=BalancedSavePlanner())
-    found: dict[str, Any] = {}
-    dcp.load(found, storage_reader=ShardReader(tmp_path / "a"), planner=ReshardLoadPlanner(build_from_metadata=True))
+    planner = ReshardLoadPlanner(build_from_metadata=True)
+    dcp.load({}, storage_reader=ShardReader(tmp_path / "a"), planner=planner)
+    found = planner.built
     assert_is_state(found)
     assert torch.equal(found["odd"][1], torch.ones(2))
     assert type(found["odd"]["pair"]) is tuple
