@@ -1,0 +1,343 @@
+"""What the write pipeline puts into a file, in what order, with how much memory, and what an error leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.shards import NONCE, options, source_of, write
+
+from dcp_engine.errors import PlanError, StorageFullError
+from dcp_engine.storage.backends.local import LocalDirectory
+from dcp_engine.storage.codecs import RAW
+from dcp_engine.storage.digest import block_digest
+from dcp_engine.storage.dtypes import OBJECT
+from dcp_engine.storage.footer import decode_footer
+from dcp_engine.storage.limits import ALIGN_BYTES, BLOCK_BYTES, HEADER_BYTES, PACK_BYTES
+from dcp_engine.storage.records import ChunkSource
+from dcp_engine.storage.workers import WorkerPool
+from dcp_engine.storage.write_pipeline import write_shard
+
+SHARD = "model-00000.shard"
+BLOCK_ITEMS = BLOCK_BYTES // 4
+
+
+def numbers(num_elements: int, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + num_elements, dtype=torch.int32)
+
+
+def object_source(name: str, data: bytes) -> ChunkSource:
+    array = np.frombuffer(data, np.uint8)
+    return ChunkSource(name, OBJECT, (len(data),), (0,), (len(data),), len(data), lambda: array)
+
+
+class MemoryFile:
+    """Keeps what is written, and the calls; runs ``before`` first, so that a test can fail or look around in the middle."""
+
+    def __init__(self, before: Callable[[int], None] = lambda call: None) -> None:
+        self.data = bytearray()
+        self.calls: list[int] = []
+        self._before = before
+
+    @property
+    def position(self) -> int:
+        return len(self.data)
+
+    def write(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
+        self._before(len(self.calls))
+        self.calls.append(len(parts))
+        for part in parts:
+            self.data += part
+
+    def commit(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+def write_to(file: MemoryFile, sources: Sequence[ChunkSource], pool: WorkerPool, **settings: object) -> object:
+    return write_shard(
+        file,
+        name=SHARD,
+        component="model",
+        rank=0,
+        world_size=1,
+        nonce=NONCE,
+        sources=sources,
+        options=options(**settings),  # type: ignore[arg-type]
+        pool=pool,
+    )
+
+
+def test_large_chunks_come_first_then_small_ones_by_dtype(tmp_path: Path) -> None:
+    sources = [
+        source_of("tiny.a", numbers(3)),
+        source_of("large", numbers(BLOCK_ITEMS + 5)),
+        source_of("half", torch.ones(2, dtype=torch.float16)),
+        source_of("medium", numbers(PACK_BYTES // 4)),
+        source_of("scalar", torch.tensor(7, dtype=torch.int32)),
+        source_of("tiny.b", numbers(2)),
+    ]
+    receipt = write(tmp_path, sources, options())
+    table = decode_footer(receipt.footer).table
+    places = {
+        table.names[entry]: (int(first), int(count), int(offset))
+        for entry, first, count, offset in zip(
+            table.chunk_entries, table.chunk_first_block, table.chunk_num_blocks, table.chunk_block_offset, strict=True
+        )
+    }
+    assert places == {
+        "large": (0, 2, 0),
+        "medium": (2, 1, 0),
+        "tiny.a": (3, 1, 0),
+        "scalar": (3, 1, 12),
+        "tiny.b": (3, 1, 16),
+        "half": (4, 1, 0),
+    }
+    assert table.block_raw_bytes.tolist() == [BLOCK_BYTES, 20, PACK_BYTES, 24, 4]
+
+
+def test_the_bytes_of_a_raw_file_are_header_blocks_padding_footer(tmp_path: Path) -> None:
+    large, small = numbers(BLOCK_ITEMS + 5, 100), numbers(3, 7)
+    receipt = write(tmp_path, [source_of("large", large), source_of("small", small)], options())
+    data = (tmp_path / SHARD).read_bytes()
+    assert receipt.size_bytes == len(data)
+    assert data[:8] == b"DCPESHRD"
+    at = HEADER_BYTES
+    assert data[at : at + BLOCK_BYTES + 20] == large.numpy().tobytes()
+    at += BLOCK_BYTES + 20
+    assert data[at : at + 44] == bytes(44)
+    at += 44
+    assert data[at : at + 12] == small.numpy().tobytes()
+    assert data[at + 12 : at + ALIGN_BYTES] == bytes(52)
+    at += ALIGN_BYTES
+    assert data[-64:-56] == b"DCPEFOOT"
+    assert hashlib.sha256(data[at:-64]).digest() == receipt.footer_sha256 == data[-32:]
+    assert (receipt.raw_bytes, receipt.stored_bytes) == (BLOCK_BYTES + 32, BLOCK_BYTES + 32)
+    assert decode_footer(receipt.footer).table.block_digests.tolist() == [
+        block_digest(large.numpy().tobytes()[:BLOCK_BYTES]),
+        block_digest(large.numpy().tobytes()[BLOCK_BYTES:]),
+        block_digest(small.numpy().tobytes()),
+    ]
+
+
+def test_the_footer_says_whose_file_it_is(tmp_path: Path) -> None:
+    receipt = write(tmp_path, [source_of("a", numbers(4))], options(), component="optimizer", rank=3, world_size=5)
+    footer = decode_footer(receipt.footer)
+    assert (footer.name, footer.rank, footer.world_size, footer.nonce) == ("optimizer-00003.shard", 3, 5, NONCE)
+    assert (receipt.name, receipt.component, receipt.rank, receipt.nonce) == ("optimizer-00003.shard", "optimizer", 3, NONCE)
+
+
+def test_fifty_thousand_tiny_tensors_take_one_block_and_a_handful_of_writes() -> None:
+    file = MemoryFile()
+    sources = [source_of(f"t{index}", torch.full((16,), index, dtype=torch.int32)) for index in range(50_000)]
+    with WorkerPool(2) as pool:
+        receipt = write_to(file, sources, pool)
+    table = decode_footer(receipt.footer).table  # type: ignore[attr-defined]
+    assert (len(table.chunk_entries), len(table.block_codecs)) == (50_000, 1)
+    assert len(file.calls) <= 3
+    assert np.frombuffer(file.data, np.int32, 16 * 50_000, HEADER_BYTES).reshape(-1, 16)[:, 3].tolist() == list(range(50_000))
+
+
+def test_small_chunks_fill_blocks_up_to_the_limit(tmp_path: Path) -> None:
+    per_block = BLOCK_BYTES // 60_000
+    sources = [source_of(f"t{index}", numbers(15_000, index)) for index in range(per_block + 2)]
+    table = decode_footer(write(tmp_path, sources, options()).footer).table
+    assert table.block_raw_bytes.tolist() == [per_block * 60_000, 120_000]
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd", "planes", "auto"])
+def test_nothing_to_write_is_a_valid_file(tmp_path: Path, codec: str) -> None:
+    receipt = write(tmp_path, [], options(codec=codec))
+    assert receipt.raw_bytes == receipt.stored_bytes == 0
+    assert len(decode_footer(receipt.footer).table.names) == 0
+
+
+def test_empty_chunks_make_their_entry_known_and_store_nothing(tmp_path: Path) -> None:
+    sources = [source_of("none", torch.empty(0, 5)), source_of("tail", torch.empty(0, 4), shape=(6, 4), offsets=(6, 0))]
+    table = decode_footer(write(tmp_path, sources, options()).footer).table
+    assert table.names == ["none", "tail"]
+    assert [table.shape(0), table.shape(1)] == [(0, 5), (6, 4)]
+    assert len(table.chunk_entries) == len(table.block_codecs) == 0
+
+
+def test_objects_are_stored_as_bytes_of_their_own_kind(tmp_path: Path) -> None:
+    sources = [object_source("o", b"abc"), source_of("t", torch.tensor([1, 2], dtype=torch.uint8))]
+    table = decode_footer(write(tmp_path, sources, options()).footer).table
+    assert table.entry_dtypes.tolist() == [254, 2]
+    assert table.block_raw_bytes.tolist() == [3, 2]
+
+
+def test_raw_blocks_of_contiguous_tensors_are_written_from_the_tensors_memory() -> None:
+    tensor = numbers(3 * BLOCK_ITEMS)
+    seen: list[int] = []
+
+    class AddressFile(MemoryFile):
+        def write(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
+            seen.extend(np.frombuffer(part, np.uint8).ctypes.data for part in parts if len(part) == BLOCK_BYTES)
+            super().write(parts)
+
+    with WorkerPool(2) as pool:
+        write_to(AddressFile(), [source_of("a", tensor)], pool)
+    assert seen == [tensor.data_ptr() + index * BLOCK_BYTES for index in range(3)]
+
+
+@pytest.mark.parametrize("codec", ["zstd", "auto"])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_file_does_not_depend_on_threads_or_memory(codec: str, threads: int) -> None:
+    torch.manual_seed(0)
+    sources = [source_of(f"w{index}", torch.randn(300_000 + 40_000 * index)) for index in range(4)]
+    sources += [source_of(f"s{index}", torch.randn(17)) for index in range(50)] + [source_of("z", torch.zeros(3 * BLOCK_ITEMS))]
+    files = []
+    for num_threads, bytes_in_flight in ((2, 256 << 20), (threads, BLOCK_BYTES)):
+        file = MemoryFile()
+        with WorkerPool(num_threads) as pool:
+            write_to(file, sources, pool, codec=codec, bytes_in_flight=bytes_in_flight)
+        files.append(bytes(file.data))
+    assert files[0] == files[1]
+
+
+def test_compressed_blocks_are_smaller_and_incompressible_ones_raw(tmp_path: Path) -> None:
+    noise = torch.frombuffer(bytearray(os.urandom(BLOCK_BYTES)), dtype=torch.int32)
+    receipt = write(tmp_path, [source_of("zeros", torch.zeros(BLOCK_ITEMS)), source_of("noise", noise)], options(codec="auto"))
+    table = decode_footer(receipt.footer).table
+    assert table.block_codecs[0] != RAW
+    assert table.block_codecs[1] == RAW
+    assert receipt.stored_bytes < BLOCK_BYTES * 1.1
+
+
+class Loads:
+    """Sources that count how many of the bytes that they handed out are still alive."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.alive = 0
+        self.most = 0
+        self.num_loads = 0
+
+    def source(self, name: str, num_bytes: int) -> ChunkSource:
+        source = source_of(name, torch.zeros(num_bytes, dtype=torch.uint8))
+
+        def load() -> np.ndarray:
+            array = np.random.default_rng(num_bytes).integers(0, 255, num_bytes, np.uint8)
+            with self.lock:
+                self.num_loads += 1
+                self.alive += num_bytes
+                self.most = max(self.most, self.alive)
+            weakref.finalize(array, self._free, num_bytes)
+            return array
+
+        return dataclasses.replace(source, load=load)
+
+    def _free(self, num_bytes: int) -> None:
+        with self.lock:
+            self.alive -= num_bytes
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+@pytest.mark.parametrize("sizes", [[1 << 20] * 60, [9 << 20] * 6, [100_000] * 200, [9 << 20, 1 << 20, 70_000, 1000] * 5])
+def test_bytes_in_flight_are_bounded(codec: str, sizes: list[int]) -> None:
+    bound = 20 << 20
+    loads = Loads()
+    with WorkerPool(4) as pool:
+        write_to(
+            MemoryFile(),
+            [loads.source(f"t{index}", size) for index, size in enumerate(sizes)],
+            pool,
+            codec=codec,
+            bytes_in_flight=bound,
+        )
+    assert loads.num_loads == len(sizes)
+    assert max(sizes) <= loads.most <= bound
+    assert loads.alive == 0
+
+
+def test_a_chunk_larger_than_the_bound_is_loaded_once_and_written() -> None:
+    loads = Loads()
+    file = MemoryFile()
+    with WorkerPool(2) as pool:
+        write_to(file, [loads.source("huge", 30 << 20), loads.source("next", 30 << 20)], pool, bytes_in_flight=BLOCK_BYTES)
+    assert loads.num_loads == 2
+    assert len(file.data) > 60 << 20
+
+
+class Unexpected(BaseException):
+    """Not an Exception, as DCP's CheckpointException is not."""
+
+
+def failing(source: ChunkSource, error: BaseException) -> ChunkSource:
+    def load() -> np.ndarray:
+        raise error
+
+    return dataclasses.replace(source, load=load)
+
+
+@pytest.mark.parametrize("error", [ValueError("no tensor"), Unexpected("no tensor"), KeyboardInterrupt("no tensor")])
+@pytest.mark.parametrize("num_elements", [4, 200_000, 3 * BLOCK_ITEMS])
+def test_an_error_of_load_reaches_the_caller_and_the_pool_stays_usable(tmp_path: Path, error: BaseException, num_elements: int) -> None:
+    sources = [source_of(f"t{index}", numbers(num_elements)) for index in range(20)]
+    sources[10] = failing(sources[10], error)
+    file = LocalDirectory(str(tmp_path)).create(SHARD)
+    with WorkerPool(2) as pool:
+        with pytest.raises(type(error), match="no tensor"):
+            write_to(file, sources, pool, codec="zstd")  # type: ignore[arg-type]
+        file.abort()
+        assert list(tmp_path.iterdir()) == []
+        again = MemoryFile()
+        write_to(again, sources[:10], pool, codec="zstd")
+        assert again.data[:8] == b"DCPESHRD"
+
+
+def test_after_an_error_no_source_is_loaded_any_more() -> None:
+    loads = Loads()
+    sources = [loads.source(f"t{index}", 1 << 20) for index in range(200)]
+    sources[0] = failing(sources[0], ValueError("first"))
+    with WorkerPool(2) as pool:
+        with pytest.raises(ValueError, match="first"):
+            write_to(MemoryFile(), sources, pool)
+        seen = loads.num_loads
+        pool.submit(lambda: None).result(60)
+        assert loads.num_loads == seen < 200
+
+
+def test_an_error_of_the_file_reaches_the_caller_and_no_worker_goes_on() -> None:
+    def full(call: int) -> None:
+        if call == 3:
+            raise StorageFullError("no space", file=SHARD)
+
+    loads = Loads()
+    with WorkerPool(2) as pool:
+        with pytest.raises(StorageFullError, match="no space"):
+            write_to(MemoryFile(full), [loads.source(f"t{index}", 4 << 20) for index in range(40)], pool)
+        assert loads.num_loads < 40
+        write_to(MemoryFile(), [loads.source("again", 1000)], pool)
+
+
+def test_a_source_of_another_length_is_refused_by_name() -> None:
+    good = [source_of(f"t{index}", numbers(4)) for index in range(3)]
+    bad = dataclasses.replace(good[1], load=lambda: np.zeros(15, np.uint8))
+    with WorkerPool(1) as pool, pytest.raises(PlanError, match="16 bytes") as caught:
+        write_to(MemoryFile(), [good[0], bad, good[2]], pool)
+    assert caught.value.tensor == "t1"
+
+
+def test_several_files_are_written_by_one_pool_at_once() -> None:
+    files = [MemoryFile() for _ in range(4)]
+    sources = [source_of(f"t{index}", torch.randn(700_000)) for index in range(6)]
+    with WorkerPool(2) as pool:
+        writers = [threading.Thread(target=write_to, args=(file, sources, pool), kwargs={"codec": "auto"}) for file in files]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
+    assert len({bytes(file.data) for file in files}) == 1
+    assert len(files[0].data) > HEADER_BYTES
