@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from support.ranks import RankFailure, RankPool
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,12 @@ def late_on_rank_1() -> int:
         time.sleep(0.5)
         dist.barrier(group)
     return dist.get_rank()
+
+
+def mesh_of_a_computed_dtensor_is_this_runs() -> bool:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    value = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)])
+    return (value + value).device_mesh is mesh
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 4])
@@ -208,6 +216,11 @@ def test_a_run_leaves_nothing_to_the_next_one(ranks: RankPool, tmp_path: Path) -
     with pytest.raises(RankFailure, match="UserWarning"):
         ranks.run(1, warn, "still an error")
     assert before[0][1:] == (False, 0, 1)
+
+
+def test_dtensors_do_not_meet_the_mesh_of_an_earlier_run(ranks: RankPool) -> None:
+    for _ in range(2):
+        assert ranks.run(2, mesh_of_a_computed_dtensor_is_this_runs) == [True, True]
 
 
 def test_the_values_of_a_failed_assert_are_shown(ranks: RankPool) -> None:
