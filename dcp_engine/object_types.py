@@ -28,6 +28,7 @@ __all__ = [
     "Refusal",
     "check_parts",
     "factory_name",
+    "refusal_of",
     "require",
 ]
 
@@ -50,8 +51,37 @@ class Refusal(Exception):
     def __init__(self, reason: str, remedy: str | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.remedy = remedy
+        self.remedy = remedy or _GENERAL_REMEDY
         self.steps: list[str] = []
+
+
+_GENERAL_REMEDY = "store plain values in its place, or register its class with dcp_engine.objects.register_type"
+_CODE_REMEDY = "store its name instead, and look the name up after loading"
+_REMEDIES = {
+    "function": _CODE_REMEDY,
+    "builtin_function_or_method": _CODE_REMEDY,
+    "method": _CODE_REMEDY,
+    "type": _CODE_REMEDY,
+    "module": _CODE_REMEDY,
+    "memoryview": "store bytes(value)",
+    "generator": "store the list of what it yields",
+    "Generator": "store its state: value.bit_generator.state of numpy, value.get_state() of torch",
+    "RandomState": "store value.get_state()",
+    "Random": "store value.getstate()",
+    "DTensor": "make it a value of its own in the state, not a part of another object",
+}
+
+
+def refusal_of(value: object) -> Refusal:
+    """Refusal of a value whose type has no row in the table, with what to do instead."""
+    cls = type(value)
+    names = [c.__name__ for c in cls.__mro__ if c.__module__ == "builtins" and c is not object and c is not cls]
+    what = f"a {cls.__module__}.{cls.__qualname__}".replace("a builtins.", "a ")
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        what += f" ({getattr(value, '__module__', None)}.{value.__qualname__})"
+    if names:
+        what += f", a subclass of {names[0]} that would come back as something else"
+    return Refusal(f"it is {what}", _REMEDIES.get(cls.__name__))
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ import msgpack
 from dcp_engine.errors import DcpEngineError, LimitExceededError, MalformedCheckpointError, StateError, UnencodableObjectError
 from dcp_engine.object_arrays import ARRAYS, BY_BASE
 from dcp_engine.object_registry import ENUM, RECORD, find_by_type, register_type
-from dcp_engine.object_types import INT, MAX_BLOB_BYTES, STANDARD, STR, Blob, Extension, Fields, Refusal
+from dcp_engine.object_types import INT, MAX_BLOB_BYTES, STANDARD, STR, Blob, Extension, Fields, Refusal, refusal_of
 
 __all__ = ["MAX_DEPTH", "Buffer", "decode_object", "encode_object", "register_type"]
 
@@ -98,22 +98,6 @@ _TAGS = {code: msgpack.packb(msgpack.ExtType(code, b"")) for code in _BY_CODE}
 _SCALARS = frozenset((type(None), bool, int, float, str))
 _SMALL_BYTES = 4096
 """Up to here a copy by the packer costs less than another part to join."""
-
-_GENERAL_REMEDY = "store plain values in its place, or register its class with dcp_engine.objects.register_type"
-_CODE_REMEDY = "store its name instead, and look the name up after loading"
-_REMEDIES = {
-    "function": _CODE_REMEDY,
-    "builtin_function_or_method": _CODE_REMEDY,
-    "method": _CODE_REMEDY,
-    "type": _CODE_REMEDY,
-    "module": _CODE_REMEDY,
-    "memoryview": "store bytes(value)",
-    "generator": "store the list of what it yields",
-    "Generator": "store its state: value.bit_generator.state of numpy, value.get_state() of torch",
-    "RandomState": "store value.get_state()",
-    "Random": "store value.getstate()",
-    "DTensor": "make it a value of its own in the state, not a part of another object",
-}
 
 _threads = threading.local()
 
@@ -139,7 +123,7 @@ def encode_object(value: object, *, key: str) -> bytes:
     except Refusal as refusal:
         place = key + "".join(reversed(refusal.steps))
         raise UnencodableObjectError(
-            f"{place} cannot be stored: {refusal.reason}", tensor=key, remedy=refusal.remedy or _GENERAL_REMEDY
+            f"{place} cannot be stored: {refusal.reason}", tensor=key, remedy=refusal.remedy
         ) from refusal.__cause__
     return b"".join(encoder.parts)
 
@@ -333,13 +317,7 @@ def _row_of(value: object) -> Extension:
     for base, row in BY_BASE.items():
         if isinstance(value, base):
             return row
-    names = [c.__name__ for c in cls.__mro__ if c.__module__ == "builtins" and c is not object and c is not cls]
-    what = f"a {cls.__module__}.{cls.__qualname__}".replace("a builtins.", "a ")
-    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-        what += f" ({getattr(value, '__module__', None)}.{value.__qualname__})"
-    if names:
-        what += f", a subclass of {names[0]} that would come back as something else"
-    raise Refusal(f"it is {what}", _REMEDIES.get(cls.__name__))
+    raise refusal_of(value)
 
 
 class _Tag:

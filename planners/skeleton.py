@@ -236,13 +236,13 @@ def _check_same_kind(ours: Node, theirs: Node, prefix: str, rank: int) -> None:
 
 def _merge_entries(ours: Node, theirs: Node, prefix: str, rank: int) -> Iterator[tuple[Node, Node, str]]:
     """Add what is new; return the pairs of nodes that both have."""
-    typed = {str(key): type(key) for key in ours.entries} if not {str}.issuperset(map(type, (*ours.entries, *theirs.entries))) else None
+    plain = {str}.issuperset(map(type, (*ours.entries, *theirs.entries)))
+    # By text, as two keys of one name must not meet; by value, as 1 and True are one key of a dict under two names.
+    types = {} if plain else {str(key): type(key) for key in ours.entries} | {(key,): type(key) for key in ours.entries}
     for key, child in theirs.entries.items():
         name = f"{prefix}{key}"
-        if typed is not None and typed.get(str(key), type(key)) is not type(key):
-            raise PlanError(
-                "ranks hold keys of different types that have one name", tensor=name, rank=rank, expected=typed[str(key)], found=type(key)
-            )
+        if not plain and not {type(key)}.issuperset((types.get(str(key), type(key)), types.get((key,), type(key)))):
+            raise PlanError("ranks hold keys of different types where one key belongs", tensor=name, rank=rank, found=type(key).__name__)
         mine = ours.entries.get(key)
         if mine is None:
             ours.entries[key] = child if isinstance(child, str) else _copy(child)

@@ -24,7 +24,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_engine.errors import (
@@ -306,6 +306,7 @@ OBJECTS = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(OBJECTS)
 def test_any_nesting_comes_back_exactly(value: Any) -> None:
     assert bits(round_trip(value)) == bits(value)
@@ -317,11 +318,13 @@ def _decode_hostile(data: bytes) -> None:
         decode_object(data, key="k", budget_bytes=1 << 20)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_a_value_or_a_typed_error(data: bytes) -> None:
     _decode_hostile(data)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(VALUES), st.data())
 def test_damaged_bytes_are_a_value_or_a_typed_error(value: Any, data: st.DataObject) -> None:
     encoded = bytearray(encode_object(value, key="k"))
