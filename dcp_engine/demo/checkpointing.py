@@ -1,0 +1,160 @@
+"""How the training process saves and loads: asynchronously into a directory per step, and back from the newest complete one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from dcp_engine.demo.records import SaveRecord
+from dcp_engine.errors import CheckpointNotFoundError
+from dcp_engine.planners.load import ReshardLoadPlanner
+from dcp_engine.planners.save import BalancedSavePlanner
+from dcp_engine.storage.manifest import Manifest
+from dcp_engine.storage.publish import open_checkpoint
+from dcp_engine.storage.reader import ShardReader
+from dcp_engine.storage.steps import committed_steps, step_name
+from dcp_engine.storage.writer import ShardWriter
+
+__all__ = ["AsyncSaver", "DyingSavePlanner", "load_newest"]
+
+
+class DyingSavePlanner(BalancedSavePlanner):
+    """Kills its own process, as the kernel or an operator would, when half of the rank's tensors have been handed to the writer.
+
+    Args:
+        witness_path: file in which it leaves word of itself just before, so that a death of another kind is not taken for this one.
+    """
+
+    def __init__(self, witness_path: str) -> None:
+        super().__init__()
+        self._witness_path = witness_path
+        self._lock = threading.Lock()
+        self._num_tensors = 0
+        self._handed_over: set[MetadataIndex] = set()
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        self._num_tensors = sum(item.type is not WriteItemType.BYTE_IO for item in plan.items)
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        # Objects are resolved before the first file exists: a death among them would leave no shard half-written.
+        if write_item.type is not WriteItemType.BYTE_IO:
+            with self._lock:
+                if len(self._handed_over) >= self._num_tensors // 2:
+                    self._die()
+                self._handed_over.add(write_item.index)
+        return super().resolve_data(write_item)
+
+    def _die(self) -> None:
+        words = {"rank": dist.get_rank(), "num_tensors": self._num_tensors, "num_handed_over": len(self._handed_over)}
+        with open(self._witness_path, "w", encoding="utf-8") as file:
+            json.dump(words, file)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(slots=True)
+class _PendingSave:
+    step: int
+    path: str
+    started_secs: float
+    stall_secs: float
+    future: Future[Any]
+    ended_secs: list[float] = field(default_factory=list)
+
+
+class AsyncSaver:
+    """One asynchronous save at a time, each into ``<root>/step-<8 digits>``. All ranks call it alike. Not thread-safe.
+
+    Args:
+        root: folder of the steps.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        # Collectives of the save run beside those of the training, so they need a group of their own.
+        self._group = dist.new_group(backend="gloo")
+        # One for all saves: while the layout of the state stays, it need not be planned again.
+        self._planner = BalancedSavePlanner()
+        self._pending: _PendingSave | None = None
+
+    def save(self, state: dict[str, Any], *, step: int, planner: BalancedSavePlanner | None = None) -> SaveRecord | None:
+        """Starts a save and returns when the state has been copied.
+
+        Args:
+            state: state dict; may be changed as soon as this returns.
+            step: training step that it holds.
+            planner: planner of this save; by default the balanced one.
+
+        Returns:
+            The save before, if there was one that nobody had waited for yet.
+        """
+        started_secs = time.perf_counter()
+        finished = self.wait()
+        path = os.path.join(self._root, step_name(step))
+        future = async_save(
+            state,
+            storage_writer=ShardWriter(path, process_group=self._group),
+            planner=planner or self._planner,
+            process_group=self._group,
+        )
+        assert isinstance(future, Future), "DCP's default stager does not hand out staging on its own"
+        pending = _PendingSave(step, path, started_secs, time.perf_counter() - started_secs, future)
+        future.add_done_callback(lambda _: pending.ended_secs.append(time.perf_counter()))
+        self._pending = pending
+        return finished
+
+    def wait(self) -> SaveRecord | None:
+        """Waits for the pending save, if there is one, and raises what went wrong in it."""
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        pending.future.result()
+        raw_bytes, stored_bytes = _sizes(pending.path)
+        return SaveRecord(
+            step=pending.step,
+            path=pending.path,
+            save_secs=pending.ended_secs[0] - pending.started_secs,
+            stall_secs=pending.stall_secs,
+            raw_bytes=raw_bytes,
+            stored_bytes=stored_bytes,
+        )
+
+
+def _sizes(path: str) -> tuple[int, int]:
+    """Bytes of a checkpoint's content, and of its files."""
+    opened = open_checkpoint(path)
+    manifest = Manifest.decode(opened.manifest_bytes, path=path)
+    return int(manifest.table.block_raw_bytes.sum()), len(opened.manifest_bytes) + sum(file.size_bytes for file in manifest.files)
+
+
+def load_newest(root: str, state: dict[str, Any]) -> int:
+    """Loads the newest complete step into ``state``, in place. All ranks call it; the first decides which step that is.
+
+    Returns:
+        The step.
+
+    Raises:
+        CheckpointNotFoundError: there is none, on every rank.
+    """
+    newest = [max(committed_steps(root), default=None) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(newest)
+    step = newest[0]
+    if step is None:
+        raise CheckpointNotFoundError("there is no complete step to resume from", path=root)
+    load(state, storage_reader=ShardReader(os.path.join(root, step_name(step))), planner=ReshardLoadPlanner())
+    return step

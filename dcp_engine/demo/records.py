@@ -1,0 +1,124 @@
+"""What a training process tells the driver: one JSON object a line, written by rank 0 and read while it still runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import TextIO
+
+__all__ = ["LegRecords", "RecordWriter", "SaveRecord", "StartRecord", "StepRecord", "read_records"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRecord:
+    """The job is ready to train.
+
+    Attributes:
+        world_size: ranks of the job.
+        layout: how the model lies over them, in words.
+        resumed_from: step of the checkpoint that was loaded; None for a fresh start.
+        num_parameters: parameters of the model.
+        corpus_bytes: bytes of text that training draws from.
+        load_secs: from choosing the checkpoint to the state being in place; 0 for a fresh start.
+    """
+
+    world_size: int
+    layout: str
+    resumed_from: int | None
+    num_parameters: int
+    corpus_bytes: int
+    load_secs: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One training step. Everything in it was measured before the optimizer moved the weights.
+
+    Attributes:
+        step: from 1.
+        loss: mean over the global batch.
+        grad_norm: of all gradients, before clipping.
+        lr: learning rate of this step.
+        documents: digest of the documents that the data cursor chose.
+        draws: digest of the random numbers drawn.
+        tokens: digest of the bytes of the batch.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    documents: str
+    draws: str
+    tokens: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRecord:
+    """One published checkpoint.
+
+    Attributes:
+        step: training step that it holds.
+        path: where it lies.
+        save_secs: from the call until it was published.
+        stall_secs: how long the training loop stood still for it: the call itself and, where the save before was not finished, the wait.
+        raw_bytes: tensors and objects before compression, replicas and ties counted once.
+        stored_bytes: all files of the checkpoint.
+    """
+
+    step: int
+    path: str
+    save_secs: float
+    stall_secs: float
+    raw_bytes: int
+    stored_bytes: int
+
+
+Record = StartRecord | StepRecord | SaveRecord
+
+_KINDS: dict[str, type[Record]] = {"start": StartRecord, "step": StepRecord, "save": SaveRecord}
+_NAMES = {record: name for name, record in _KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class LegRecords:
+    """All that one job wrote, in its order."""
+
+    start: StartRecord | None
+    steps: tuple[StepRecord, ...]
+    saves: tuple[SaveRecord, ...]
+
+
+class RecordWriter:
+    """Appends records to a file. One thread at a time."""
+
+    def __init__(self, path: str) -> None:
+        self._file: TextIO = open(path, "x", encoding="utf-8")  # noqa: SIM115 - it stays open as long as the job trains
+
+    def write(self, record: Record) -> None:
+        """Writes one line and flushes it, so that a process killed later has still told it."""
+        # json writes the shortest digits that give the same float back, so that a comparison bit for bit survives the file.
+        self._file.write(json.dumps({"kind": _NAMES[type(record)], **asdict(record)}) + "\n")
+        self._file.flush()
+
+
+def read_records(path: str) -> LegRecords:
+    """Reads what is there so far; a file that does not exist yet is empty, and a last line still being written is left for later."""
+    start: StartRecord | None = None
+    steps: list[StepRecord] = []
+    saves: list[SaveRecord] = []
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().split("\n")[:-1]
+        for line in lines:
+            fields = json.loads(line)
+            record = _KINDS[fields.pop("kind")](**fields)
+            match record:
+                case StartRecord():
+                    start = record
+                case StepRecord():
+                    steps.append(record)
+                case SaveRecord():
+                    saves.append(record)
+    return LegRecords(start, tuple(steps), tuple(saves))
