@@ -108,6 +108,8 @@ class RemotePublisher:
                 place.remove(name)
             except StorageError as error:
                 _logger.warning("could not remove %r of the replaced checkpoint at %s: %s", name, place.path, error)
+        if ref.replaces is not None and is_nonce(ref.replaces):
+            directory.child(ref.replaces).unmake()
 
     def abort(self, ref: AttemptRef) -> None:
         """Removes the objects of the attempt, unless COMPLETE names it or cannot be read."""
@@ -120,6 +122,7 @@ class RemotePublisher:
             attempt = directory.child(ref.nonce)
             for name in attempt.names():
                 attempt.remove(name)
+            attempt.unmake()
         except DcpEngineError as error:
             _logger.warning("could not remove the abandoned attempt %s: %s", ref.attempt, error)
 

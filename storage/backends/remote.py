@@ -169,6 +169,12 @@ class RemoteDirectory:
         except Exception as error:  # drivers raise their own libraries' types
             raise storage_failure(error, "create the directory", path=self._url) from error
 
+    def unmake(self) -> None:
+        """Removes the directory that :meth:`make` made, if it is empty. Never raises."""
+        if not isinstance(self._fs, AsyncFileSystem):
+            with contextlib.suppress(Exception):  # an empty directory that stays harms nobody
+                self._fs.rmdir(self._key)
+
     def create(self, name: str) -> RemoteWriteFile:
         """A new object. It exists from ``commit`` on."""
         check_name(name, path=self._url)

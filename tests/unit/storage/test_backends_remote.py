@@ -2,79 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
-import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from support.fake_storage import FakeFileSystem, fresh_options
 
 from dcp_engine.errors import InvalidOptionError, MissingFileError, StorageError, StorageFullError, StoragePermissionError
 from dcp_engine.storage.backends import spool
 from dcp_engine.storage.backends.remote import RemoteDirectory
 
 
-class FakeFileSystem(MemoryFileSystem):
-    """A storage of its own whose calls can be made to fail."""
-
-    protocol = "fake"
-    store: ClassVar[dict[str, Any]] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
-    failures: ClassVar[dict[str, BaseException]] = {}
-    ignores_condition: ClassVar[bool] = False
-
-    def _fail(self, call: str) -> None:
-        if call in self.failures:
-            raise self.failures[call]
-
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
-        self._fail("create" if mode == "create" else "pipe_file")
-        super().pipe_file(path, value, mode="overwrite" if self.ignores_condition else mode, **options)
-
-    def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
-        self._fail("put_file")
-        super().put_file(lpath, rpath, **options)
-
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
-        self._fail("cat_file")
-        return bytes(super().cat_file(path, start, end, **options))
-
-    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
-        self._fail("ls")
-        return super().ls(path, detail, **options)
-
-    def info(self, path: str, **options: Any) -> Any:
-        self._fail("info")
-        return super().info(path, **options)
-
-
-class AsksFirstFileSystem(FakeFileSystem):
-    """A storage that leaves creation to fsspec's own "exists, then write"."""
-
-    protocol = "asksfirst"
-    pipe_file = fsspec.AbstractFileSystem.pipe_file
-
-
-fsspec.register_implementation("fake", FakeFileSystem, clobber=True)
-fsspec.register_implementation("asksfirst", AsksFirstFileSystem, clobber=True)
-
-
-_numbers = itertools.count()
-
-
 def fresh(url: str) -> RemoteDirectory:
-    """Of a storage that no other test has probed: its options make it another one."""
-    return RemoteDirectory.at(url, {"number": next(_numbers)})
+    return RemoteDirectory.at(url, fresh_options())
 
 
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteDirectory]:
     monkeypatch.setattr(FakeFileSystem, "failures", {})
     yield fresh("fake://run/7")
-    FakeFileSystem.store.clear()
+    FakeFileSystem.empty()
 
 
 def test_small_objects_are_put_from_memory_and_large_ones_from_disk(directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
