@@ -77,7 +77,8 @@ def _identity_holds(shapes: _I64, owners: npt.NDArray[Any], offsets: _I64, sizes
     # Sums of fewer than 2**32 numbers below 2**31 fit.
     sums = np.zeros(len(shapes), dtype=np.uint64)
     sums[ordered[starts]] = np.add.reduceat(products[order], starts) % _PRIME
-    return sums == whole
+    equal: npt.NDArray[np.bool_] = sums == whole
+    return equal
 
 
 def _difference(start: _U64, stop: _U64) -> _U64:

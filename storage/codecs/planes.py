@@ -138,7 +138,7 @@ def decode(stored: memoryview, out: memoryview, dtype: DtypeInfo, scratch: Scrat
         position += length
         if mask >> index & 1:
             target = scratch.buffer(f"plane {index}", num_elements)
-            decompress_into(scratch.decompressor, plane, target)
+            decompress_into(scratch.decompressor, plane, target.data)
             planes.append(target)
         elif length != num_elements:
             raise MalformedCheckpointError("plane of another length", expected=num_elements, found=length)
