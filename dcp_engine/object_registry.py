@@ -132,7 +132,7 @@ def _make(
 
 
 def _unused(_: Any) -> Any:
-    raise AssertionError("an Enum has no fields")
+    raise StateError("an Enum has no fields")
 
 
 def _dataclass_fields(value: Any) -> dict[str, object]:
