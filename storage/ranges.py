@@ -114,7 +114,8 @@ def blocks_of_box(chunk_sizes: Sequence[int], box: Box, itemsize: int, block_byt
     # Starts ascend, so a block shared by neighbouring segments shows as a repeated value.
     keep = np.ones(blocks.shape, np.bool_)
     np.not_equal(blocks[1:], blocks[:-1], out=keep[1:])
-    return blocks[keep]
+    touched: NDArray[np.int64] = blocks[keep]
+    return touched
 
 
 def collapse(chunk_sizes: Sequence[int], box: Box, strides: Sequence[int]) -> FlatBox:

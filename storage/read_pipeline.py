@@ -143,7 +143,7 @@ class _SpanReader:
         manifest, table = self._manifest, self._manifest.table
         blocks = slice(span.blocks[0].block, span.blocks[-1].block + 1)
         columns = (table.block_codecs, table.block_raw_bytes, table.block_stored_bytes, table.block_digests, manifest.block_extent)
-        buffer = memoryview(scratch.buffer("span", int(manifest.block_extent[blocks].sum())))
+        buffer = scratch.buffer("span", int(manifest.block_extent[blocks].sum())).data
         jobs = []
         begin = 0
         for plan, codec, raw_bytes, stored_bytes, digest, extent in zip(
@@ -179,7 +179,7 @@ class _SpanReader:
             if run is not None and len(run[1]) == job.raw_bytes:
                 decode_block(job.codec, stored, run[1], job.dtype, scratch)
                 return
-            decoded = memoryview(scratch.buffer("block", job.raw_bytes))
+            decoded = scratch.buffer("block", job.raw_bytes).data
             decode_block(job.codec, stored, decoded, job.dtype, scratch)
             stored = decoded
         carrier = dtypes.carrier_dtype(job.dtype)

@@ -117,7 +117,7 @@ def _are_whole(manifest: Manifest, requests: Sequence[ReadRequest], chunks: NDAr
     table = manifest.table
     starts = table.box_starts[chunks]
     num_dims = table.box_starts[chunks + 1] - starts
-    is_whole = np.fromiter((len(request.sizes) for request in requests), np.int64, len(requests)) == num_dims
+    is_whole: NDArray[np.bool_] = np.fromiter((len(request.sizes) for request in requests), np.int64, len(requests)) == num_dims
     if not is_whole.all():
         # Refused later, one by one, with its name.
         return np.zeros(len(requests), np.bool_)

@@ -140,7 +140,7 @@ class Wanted:
 
 
 def _bytes_of(part: NDArray[Any]) -> memoryview:
-    return memoryview(part.reshape(-1).view(np.uint8))
+    return part.reshape(-1).view(np.uint8).data
 
 
 def _slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:

@@ -49,7 +49,7 @@ class _Shared:
         with self._lock:
             if self._array is None:
                 self._array = _loaded(self.source)
-            return memoryview(self._array)
+            return self._array.data
 
     def drop(self) -> None:
         self._array = None
@@ -79,8 +79,8 @@ class _Block:
         if self.shared is not None:
             return self.shared.get()[self.start : self.start + self.raw_bytes]
         if len(self.sources) == 1:
-            return memoryview(_loaded(self.sources[0]))
-        return memoryview(b"".join([_loaded(source) for source in self.sources]))
+            return _loaded(self.sources[0]).data
+        return memoryview(b"".join([_loaded(source).data for source in self.sources]))
 
 
 @dataclass(frozen=True, slots=True)
