@@ -43,8 +43,8 @@ def assign(units: Sequence[Unit], num_ranks: int, *, split_bytes: int) -> list[l
     Args:
         units: what to write.
         num_ranks: number of ranks.
-        split_bytes: units of at least this size, with more than one row, may be cut. No cut leaves a piece smaller than a quarter of it,
-            which therefore bounds how far loads are from equal, with half a row.
+        split_bytes: units of at least this size, with more than one row, may be cut. A quarter of it is the least that is worth a piece,
+            within a row; it therefore bounds how far loads are from equal.
 
     Returns:
         For each unit its pieces in order of rows. Deterministic.
@@ -82,8 +82,7 @@ def _assign_cut(
     units: Sequence[Unit], numbers: list[int], holders: tuple[int, ...], loads: list[int], pieces: list[list[Piece]], min_bytes: int
 ) -> None:
     ends = list(accumulate(units[number].num_bytes for number in numbers))
-    level = water_level([loads[rank] for rank in holders], ends[-1])
-    takers = [rank for rank in holders if loads[rank] < level]
+    takers, level = _takers(holders, loads, ends[-1], min_bytes)
     # Cuts are found from the running total, not from each rank's share: rounding to rows does not add up.
     wanted = accumulate(level - loads[rank] for rank in takers)
     position, row = 0, 0
@@ -95,6 +94,19 @@ def _assign_cut(
             pieces[numbers[position]].append(Piece(rank, row, last))
             loads[rank] += unit.num_bytes * (last - row) // unit.num_rows
             position, row = (position, last) if position == stop else (position + 1, 0)
+
+
+def _takers(holders: tuple[int, ...], loads: list[int], num_bytes: int, min_bytes: int) -> tuple[list[int], float]:
+    """The ranks among which ``num_bytes`` are shared out, each for at least ``min_bytes``, and the level to which that brings them."""
+    takers = list(holders)
+    while True:
+        level = water_level([loads[rank] for rank in takers], num_bytes)
+        fit = [rank for rank in takers if level - loads[rank] >= min_bytes]
+        if len(fit) == len(takers):
+            return takers, level
+        takers = fit or [min(takers, key=lambda rank: loads[rank])]
+        if len(takers) == 1:
+            return takers, loads[takers[0]] + num_bytes
 
 
 def _cut(units: Sequence[Unit], numbers: list[int], ends: list[int], target: float, min_bytes: int) -> tuple[int, int]:

@@ -88,7 +88,8 @@ def run_boxes(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Int64s, Int64s
         no boxes.
     """
     num_dims = len(runs)
-    picks = np.indices([len(axis) for axis in runs], dtype=np.int64).reshape(num_dims, -1)
+    lengths = [len(axis) for axis in runs]
+    picks = np.indices(lengths, dtype=np.int64).reshape(num_dims, math.prod(lengths))
     offsets, sizes, local = (np.zeros((picks.shape[1], num_dims), dtype=np.int64) for _ in range(3))
     for dim, axis in enumerate(runs):
         columns = np.array(axis, dtype=np.int64).reshape(-1, 2)

@@ -266,7 +266,8 @@ def _narrow(local: torch.Tensor, start: Sequence[int], sizes: Sequence[int]) -> 
 def _describe_duck(key: str, value: Any, whole: Any, loading: bool) -> LocalTensor:
     """A value that speaks DCP's duck protocol; ``whole`` is the DTensor around it, or the value itself."""
     boxes: list[tuple[Shape, Shape, MetadataIndex]] = []
-    shape = tuple(whole.size())
+    shape: Shape | None = None
+    dtype: torch.dtype | None = None
     if loading or not hasattr(value, "__create_write_items__"):
         for number, chunk in enumerate(value.__create_chunk_list__()):
             boxes.append((tuple(chunk.offsets), tuple(chunk.sizes), MetadataIndex(key, chunk.offsets, number)))
@@ -279,10 +280,11 @@ def _describe_duck(key: str, value: Any, whole: Any, loading: bool) -> LocalTens
                     expected=f"tensor items under {key!r}",
                     found=f"{item.type.name} under {item.index.fqn!r} from {_type_name(value)}",
                 )
-            shape = tuple(item.tensor_data.size)
+            shape, dtype = tuple(item.tensor_data.size), item.tensor_data.properties.dtype
             boxes.append((tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes), item.index))
+    shape = tuple(whole.size()) if shape is None else shape
+    dtype = whole.dtype if dtype is None else dtype
     shards = []
-    dtype = whole.dtype
     for offsets, sizes, index in boxes:
         if math.prod(sizes) == 0 and math.prod(shape):
             continue

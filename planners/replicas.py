@@ -26,7 +26,8 @@ _DEVICE_ELEMENTS = 1 << 22
 """Elements of one slice of a device digest: bounds its temporaries to 64 MiB."""
 _MASK = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""Element size -> the integers that are summed. At most 32 bits: of a 64-bit one the weight could not tell where its highest bit is set."""
 
 
 class ReplicaPolicy:
@@ -94,10 +95,18 @@ class ContentDigests:
 
 def host_digest(tensor: torch.Tensor) -> int:
     """xxh3-64 of a CPU tensor's row-major bytes, whatever its strides, with the host bit set."""
+    parts = _parts(tensor.detach())
+    if len(parts) == 1:  # a fast way for the many small ones
+        return int(xxhash.xxh3_64_intdigest(_bytes(parts[0]))) | _HOST_BIT
     digest = xxhash.xxh3_64()
-    for part in _parts(tensor.detach()):
-        digest.update(part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy())
+    for part in parts:
+        digest.update(_bytes(part))
     return int(digest.intdigest()) | _HOST_BIT
+
+
+def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    flat: NDArray[np.uint8] = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -115,7 +124,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 def device_digest(tensor: torch.Tensor) -> torch.Tensor:
     """A digest of a tensor's bits, computed where the tensor is: an int64 scalar on its device, nothing is waited for.
 
-    The row-major elements are taken as integers of their own width; each slice gives the sum of its integers times odd weights that depend
+    The row-major elements are taken as integers of at most 32 bits; each slice gives the sum of its integers times odd weights that depend
     on the place, modulo 2**64. It tells replicas that have diverged; it does not resist an adversary.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -126,7 +135,7 @@ def device_digest(tensor: torch.Tensor) -> torch.Tensor:
     weights: torch.Tensor | None = None
     for part in words.split(_DEVICE_ELEMENTS):
         if weights is None:
-            weights = torch.arange(part.numel(), dtype=torch.int64, device=tensor.device).mul_(2 * _MIX).add_(1)
-            weights ^= (weights >> 29) & ~1
+            weights = torch.arange(part.numel(), dtype=torch.int64, device=tensor.device).mul_(_MIX).mul_(2).add_(1)
+            weights ^= (weights >> 29) & ~1  # they stay odd, and are no longer an arithmetic progression
         total = total * _MIX + (part.to(torch.int64) * weights[: part.numel()]).sum()
     return total ^ (total >> 32)

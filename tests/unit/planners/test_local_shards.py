@@ -1,0 +1,241 @@
+"""What a rank holds of a tensor, without processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from dcp_engine.errors import UnsupportedTensorError
+from dcp_engine.planners.local_shards import Split, describe, is_tensor_like, local_runs
+
+
+def indices(size: int, *splits: Split) -> list[int]:
+    return [index for start, length in local_runs(size, splits) for index in range(start, start + length)]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 5), st.data())
+def test_splits_are_those_of_torch(size: int, first: int, second: int, data: st.DataObject) -> None:
+    a, b = data.draw(st.integers(0, first - 1)), data.draw(st.integers(0, second - 1))
+    every = torch.arange(size)
+    strided = _StridedShard(0, split_factor=second)
+    then_plain = Shard._custom_chunk(strided._split_tensor(every, first, with_padding=False)[0][a], second, 0)[b]
+    assert indices(size, Split(0, first, a, second), Split(0, second, b)) == then_plain.tolist()
+    plain = Shard._custom_chunk(every, first, 0)[a]
+    then_strided = strided._split_tensor(plain, second, with_padding=False)[0][b]
+    assert indices(size, Split(0, first, a), Split(0, second, b, second)) == then_strided.tolist()
+
+
+def test_rows_that_are_not_contiguous_are_several_runs() -> None:
+    assert local_runs(8, [Split(0, 2, 1), Split(0, 2, 0, 2)]) == ((4, 1), (6, 1))
+    assert local_runs(8, [Split(0, 2, 0, 2), Split(0, 2, 1)]) == ((4, 2),)
+    assert local_runs(3, [Split(0, 4, 3)]) == ()
+
+
+def test_plain_tensors_are_one_box_on_their_own_memory() -> None:
+    value = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    described = describe("w", value)
+    assert described is not None
+    (shard,) = described.shards
+    assert (described.kind, described.global_shape, described.may_be_replicated) == ("plain", (2, 3), True)
+    assert (shard.offsets, shard.sizes) == ((0, 0), (2, 3))
+    assert shard.tensor.data_ptr() == value.data_ptr()
+    assert not shard.tensor.requires_grad
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 5), (3, 0)])
+def test_tensors_without_elements_or_dimensions_are_one_box(shape: tuple[int, ...]) -> None:
+    described = describe("w", torch.zeros(shape))
+    assert described is not None
+    assert [(shard.offsets, shard.sizes, tuple(shard.tensor.shape)) for shard in described.shards] == [((0,) * len(shape), shape, shape)]
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that intercepts operators and has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (2, 3), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(str(func))
+
+
+class Named(torch.Tensor):
+    """A subclass with plain memory."""
+
+
+class Duck(Wrapper):
+    """Two boxes of a (4, 3) tensor, in DCP's duck protocol."""
+
+    data_of = {(0, 0): torch.zeros(1, 3), (3, 0): torch.full((1, 3), 3.0)}
+
+    def size(self, *args: Any) -> Any:
+        return torch.Size((4, 3))
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        assert value is self
+        return [
+            WriteItem(
+                MetadataIndex(fqn, offset),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(offset), torch.Size((1, 3))), TensorProperties(torch.float32), torch.Size((4, 3))
+                ),
+            )
+            for offset in self.data_of
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offset), torch.Size((1, 3))) for offset in self.data_of]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self.data_of[tuple(index.offset)]  # type: ignore[index]
+
+
+class Poison:
+    """Reports a failure of its own, once DCP asks what there is to write."""
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        raise ConnectionError(f"staging of {fqn} failed")
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_duck_protocol_gives_its_own_boxes(loading: bool) -> None:
+    value = Duck()
+    assert is_tensor_like(value)
+    described = describe("w", value, loading=loading)
+    assert described is not None
+    assert (described.kind, described.global_shape, described.dtype) == ("duck", (4, 3), torch.float32)
+    assert [(shard.offsets, shard.sizes, float(shard.tensor[0, 0])) for shard in described.shards] == [
+        ((0, 0), (1, 3), 0),
+        ((3, 0), (1, 3), 3),
+    ]
+
+
+def test_error_of_a_value_passes_unchanged() -> None:
+    with pytest.raises(ConnectionError, match=r"staging of w failed"):
+        describe("w", Poison())
+
+
+def checkpointable(local: torch.Tensor, **fields: Any) -> Any:
+    for name, value in fields.items():
+        setattr(local, name, value)
+    return local
+
+
+def test_checkpointable_tensors_have_the_boxes_of_their_fields() -> None:
+    local = torch.arange(10.0).reshape(5, 2)  # one row of padding
+    value = checkpointable(
+        local, global_shape=(8, 2), global_offsets=((0, 0), (6, 0)), local_offsets=((0, 0), (2, 0)), local_sizes=((2, 2), (2, 2))
+    )
+    described = describe("w", value)
+    assert described is not None
+    assert (described.kind, described.global_shape) == ("checkpointable", (8, 2))
+    assert [(s.offsets, s.sizes, s.tensor.tolist()) for s in described.shards] == [
+        ((0, 0), (2, 2), [[0, 1], [2, 3]]),
+        ((6, 0), (2, 2), [[4, 5], [6, 7]]),
+    ]
+    assert described.shards[1].tensor.data_ptr() == local[2].data_ptr()
+
+
+def test_checkpointable_rows_may_merge_leading_dimensions() -> None:
+    value = checkpointable(
+        torch.arange(12.0).reshape(6, 2),
+        global_shape=(2, 4, 2),
+        global_offsets=((1, 2, 0),),
+        local_offsets=((2, 0),),
+        local_sizes=((1, 2, 2),),
+    )
+    described = describe("w", value)
+    assert described is not None
+    assert described.shards[0].tensor.tolist() == [[[4, 5], [6, 7]]]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"global_shape": (8, 2), "global_offsets": ((7, 0),), "local_offsets": ((0, 0),), "local_sizes": ((2, 2),)},
+        {"global_shape": (8, 2), "global_offsets": ((0, 0),), "local_offsets": ((4, 0),), "local_sizes": ((2, 2),)},
+        {"global_shape": (8, 2), "global_offsets": ((0, 0),), "local_offsets": (), "local_sizes": ((2, 2),)},
+        {"global_shape": (8, 2), "global_offsets": ((0,),), "local_offsets": ((0, 0),), "local_sizes": ((2, 2),)},
+    ],
+)
+def test_checkpointable_fields_that_contradict_each_other_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedTensorError) as caught:
+        describe("w", checkpointable(torch.zeros(5, 2), **fields))
+    assert caught.value.tensor == "w"
+
+
+@pytest.mark.filterwarnings("ignore")  # torch is taking quantised tensors out
+def test_quantised_tensors_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedTensorError, match="qint8"):
+        describe("w", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(2)
+
+
+class LegacyShardedTensor(ShardedTensor):
+    """As it is, but made without a process group."""
+
+    def __new__(cls) -> Any:
+        return torch.Tensor.__new__(cls)
+
+    def __init__(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        pass
+
+
+def test_legacy_sharded_tensor_is_refused_with_the_remedy() -> None:
+    with pytest.raises(UnsupportedTensorError, match="FSDP2"):
+        describe("w", LegacyShardedTensor())
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: torch.eye(2).to_sparse(), "sparse"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "jagged"),
+        (lambda: torch.ones(2).to_mkldnn(), "mkldnn"),
+        (lambda: torch.empty(2, device="meta"), "meta"),
+        (lambda: nn.parameter.UninitializedParameter(), "not yet initialised"),
+        (fake, "fake"),
+        (Wrapper, "Wrapper"),
+    ],
+)
+def test_what_has_no_bytes_is_refused_by_name(make: Any, named: str) -> None:
+    with pytest.raises(UnsupportedTensorError) as caught:
+        describe("w", make())
+    assert named in str(caught.value)
+    assert caught.value.tensor == "w"
+
+
+def test_subclasses_with_plain_memory_are_taken_as_they_are() -> None:
+    value = torch.arange(3.0).as_subclass(Named)
+    described = describe("w", value)
+    assert described is not None
+    assert type(described.shards[0].tensor) is torch.Tensor
+    assert described.shards[0].tensor.data_ptr() == value.data_ptr()
+
+
+def test_meta_tensors_may_be_targets() -> None:
+    described = describe("w", torch.empty(2, 3, device="meta"), loading=True)
+    assert described is not None
+    assert described.global_shape == (2, 3)
