@@ -55,7 +55,7 @@ def box(key: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[
     """
     if 0 in sizes:
         return torch.empty(tuple(sizes), dtype=dtype)
-    index = np.zeros((), np.uint64)
+    index: npt.NDArray[np.uint64] = np.zeros((), np.uint64)
     for size, offset, length in zip(shape, offsets, sizes, strict=True):
         index = index[..., np.newaxis] * np.uint64(size) + np.arange(offset, offset + length, dtype=np.uint64)
     seed = np.frombuffer(hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), np.uint64)[0]
