@@ -1,0 +1,161 @@
+"""Writes the golden checkpoints: ``python tests/golden/generate.py``, once per format version. They are committed and read for ever.
+
+It uses the modules of the format alone (tables, codecs, envelopes), so that it does not depend on how the pipelines schedule their work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from golden import expected  # noqa: E402
+from golden.expected import NONCE, OBJECT, OPAQUE, WORLD_SIZE  # noqa: E402
+
+from dcp_engine.objects import encode_object  # noqa: E402
+from dcp_engine.storage import dtypes  # noqa: E402
+from dcp_engine.storage.codecs import Scratch, encode_block  # noqa: E402
+from dcp_engine.storage.digest import block_digest  # noqa: E402
+from dcp_engine.storage.envelope import FOOTER_MAGIC, Marker, encode_marker, header_bytes, pack_record, shard_name  # noqa: E402
+from dcp_engine.storage.footer import Footer, encode_footer  # noqa: E402
+from dcp_engine.storage.limits import ALIGN_BYTES, BLOCK_BYTES, PACK_BYTES  # noqa: E402
+from dcp_engine.storage.manifest import Manifest  # noqa: E402
+from dcp_engine.storage.table import TableBuilder  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box to be written, with its bytes."""
+
+    name: str
+    code: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file that was written."""
+
+    name: str
+    component: str
+    rank: int
+    size_bytes: int
+    footer: bytes
+    footer_sha256: bytes
+
+
+def chunks() -> Iterator[tuple[str, int, Chunk]]:
+    """Component, rank and chunk of everything that the checkpoint holds."""
+    for index, (name, (code, shape, data)) in enumerate(expected.entries().items()):
+        if not data:
+            continue
+        whole = [(index % 2, (0,) * len(shape), shape)]
+        component = "state" if code == OPAQUE else "optimizer" if name == "noise" else "model"
+        for rank, offsets, sizes in expected.BOXES.get(name, whole):
+            array = np.frombuffer(data, dtype=f"V{len(data) // int(np.prod(shape))}").reshape(shape)
+            box = array[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+            yield component, rank, Chunk(name, code, shape, offsets, sizes, box.tobytes())
+    for name, value in {**expected.OBJECTS, "state.typed": expected.TUPLE_AND_BIG_INT}.items():
+        data = encode_object(value, key=name)
+        yield "state", 0, Chunk(name, OBJECT, (len(data),), (0,), (len(data),), data)
+
+
+def write_shard(directory: Path, component: str, rank: int, world_size: int, parts: list[Chunk], codecs: dict[str, str]) -> Written:
+    """One shard file: large chunks first, then small ones packed by dtype."""
+    name = shard_name(component, rank)
+    table, content, scratch = TableBuilder(), bytearray(header_bytes(name, rank, NONCE)), Scratch()
+
+    def add_block(raw: bytes, code: int, codec: str) -> int:
+        block = encode_block(memoryview(raw), dtypes.of_code(code), codec, 1, scratch)
+        stored = b"".join(block.parts)
+        content.extend(stored + bytes(-len(stored) % ALIGN_BYTES))
+        return table.add_block(len(raw), len(stored), block.codec, block_digest(stored))
+
+    small: dict[int, list[Chunk]] = {}
+    for chunk in parts:
+        if len(chunk.data) < PACK_BYTES:
+            small.setdefault(chunk.code, []).append(chunk)
+            continue
+        starts = range(0, len(chunk.data), BLOCK_BYTES)
+        blocks = [add_block(chunk.data[start : start + BLOCK_BYTES], chunk.code, codecs.get(chunk.name, "auto")) for start in starts]
+        table.add_chunk(chunk.name, chunk.code, chunk.shape, chunk.offsets, chunk.sizes, blocks[0], 0)
+    for code, group in small.items():
+        block = add_block(b"".join(chunk.data for chunk in group), code, "auto")
+        offset = 0
+        for chunk in group:
+            table.add_chunk(chunk.name, code, chunk.shape, chunk.offsets, chunk.sizes, block, offset)
+            offset += len(chunk.data)
+    footer = encode_footer(Footer(NONCE, component, rank, world_size, table.build()))
+    record, stored = pack_record(FOOTER_MAGIC, footer)
+    (directory / name).write_bytes(bytes(content) + stored + record)
+    size_bytes = len(content) + len(stored) + len(record)
+    return Written(name, component, rank, size_bytes, footer, hashlib.sha256(stored).digest())
+
+
+def publish(root: Path, data: Path, manifest: Manifest) -> None:
+    """MANIFEST and COMPLETE."""
+    encoded = manifest.encode()
+    (data / "MANIFEST").write_bytes(encoded)
+    marker = Marker(NONCE, "." if data == root else NONCE, len(encoded), hashlib.sha256(encoded).hexdigest())
+    (root / "COMPLETE").write_bytes(encode_marker(marker))
+
+
+def manifest_of(files: list[Written], world_size: int, **fields: object) -> Manifest:
+    """A manifest with everything that is the same in all golden checkpoints."""
+    return Manifest.build(
+        receipts=files,
+        nonce=NONCE,
+        writer_version="0.1.0",
+        run_id=expected.RUN_ID,
+        saved_at=expected.SAVED_AT,
+        world_size=world_size,
+        codec="auto",
+        **{"empty_entries": (), "aliases": {}, "planner_data": b"", "skeleton": b"", "metadata": b"", "step": None, **fields},  # type: ignore[arg-type]
+    )
+
+
+def generate(root: Path) -> None:
+    """Both checkpoints: ``v1`` as it lies on a file system, ``v1-object-store`` as under a prefix."""
+    local = root / "v1"
+    local.mkdir(parents=True)
+    by_file: dict[tuple[str, int], list[Chunk]] = {}
+    for component, rank, chunk in chunks():
+        by_file.setdefault((component, rank), []).append(chunk)
+    # One large tensor shows zstd on floats, which a writer may choose.
+    files = [write_shard(local, *place, WORLD_SIZE, parts, {"large.int": "zstd"}) for place, parts in by_file.items()]
+    planner_data = encode_object({"state.step": ("state", "step"), "rows": ("rows",)}, key="planner_data")
+    empty = [(name, code, shape) for name, (code, shape, data) in expected.entries().items() if not data]
+    manifest = manifest_of(
+        files,
+        WORLD_SIZE,
+        step=expected.STEP,
+        empty_entries=empty,
+        aliases=expected.ALIASES,
+        planner_data=planner_data,
+        metadata=encode_object({"user": {"note": "golden"}}, key="metadata"),
+    )
+    publish(local, local, manifest)
+
+    remote = root / "v1-object-store"
+    data = remote / NONCE
+    data.mkdir(parents=True)
+    value = expected.pattern(18, 6).tobytes()
+    files = [write_shard(data, "model", 0, 1, [Chunk("w", 18, (2, 3), (0, 0), (2, 3), value)], {})]
+    publish(remote, data, manifest_of(files, 1))
+
+
+if __name__ == "__main__":
+    for old in ("v1", "v1-object-store"):
+        shutil.rmtree(HERE / old, ignore_errors=True)
+    generate(HERE)
