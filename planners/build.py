@@ -13,7 +13,7 @@ from dcp_engine.errors import KeyMismatchError, MalformedCheckpointError
 from dcp_engine.planners.catalogue import Catalogue
 from dcp_engine.planners.keys import Path, Selection, dotted_prefixes, rename_path
 from dcp_engine.planners.local_shards import is_tensor_like
-from dcp_engine.planners.skeleton import decode_skeleton, unflatten
+from dcp_engine.planners.skeleton import MAPPINGS, Node, decode_skeleton, unflatten
 from dcp_engine.types import PlannerData
 
 __all__ = ["build_state", "collapse_containers"]
@@ -22,7 +22,7 @@ _SLACK = 1 << 20
 
 
 def build_state(
-    state_dict: dict[str, Any], metadata: Metadata, catalogue: Catalogue, device: torch.device | str | None, *, is_partial: bool
+    state_dict: dict[str, Any], metadata: Metadata, catalogue: Catalogue, device: torch.device | str | None, selection: Selection
 ) -> tuple[dict[str, Any], dict[str, Path]]:
     """Fill an empty dict with the state that a catalogue describes: empty tensors, ``None`` for objects.
 
@@ -33,7 +33,7 @@ def build_state(
         metadata: of the checkpoint, for its containers.
         catalogue: the selected keys.
         device: of the tensors; ``None``: torch's default device.
-        is_partial: the catalogue is a selection.
+        selection: what the catalogue was selected by.
 
     Returns:
         Key -> value, and key -> path, as flattening the state would give, if objects were leaves.
@@ -51,7 +51,7 @@ def build_state(
         else:
             values[name] = None
     paths = _paths(metadata.planner_data, catalogue)
-    built = _exact_containers(metadata.planner_data, catalogue, values, is_partial=is_partial)
+    built = _exact_containers(metadata.planner_data, catalogue, values, selection)
     if built is None:
         built = _Nested(2 * len(paths) + _SLACK).build(paths, values)
     state_dict.update(built)
@@ -74,7 +74,7 @@ def _is_element(element: object) -> bool:
 
 
 def _exact_containers(
-    planner_data: object, catalogue: Catalogue, values: Mapping[str, Any], *, is_partial: bool
+    planner_data: object, catalogue: Catalogue, values: Mapping[str, Any], selection: Selection
 ) -> Mapping[str, Any] | None:
     """The state in the containers that were saved; None where these are unknown, or no longer fit: keys renamed, half a list selected."""
     if not isinstance(planner_data, PlannerData) or not planner_data.skeleton:
@@ -82,15 +82,31 @@ def _exact_containers(
     if any(entry.key != name for name, entry in catalogue.entries.items()):
         return None
     skeleton = decode_skeleton(planner_data.skeleton)
+    if not selection.is_all:
+        _drop_empty(skeleton, selection)
     try:
-        built = unflatten(skeleton, values, partial=is_partial)
+        built = unflatten(skeleton, values, partial=not selection.is_all)
     except KeyMismatchError:
-        if is_partial:
+        if not selection.is_all:
             return None
         raise
     if not isinstance(built, Mapping):
         raise MalformedCheckpointError("the recorded containers of a state are not a mapping", found=type(built).__name__)
     return built
+
+
+def _drop_empty(skeleton: Node, selection: Selection) -> None:
+    """Take out containers that were empty when saved and are not selected: no key stands for them, so that the catalogue says nothing."""
+    stack = [(skeleton, "")]
+    while stack:
+        node, prefix = stack.pop()
+        for key, child in list(node.entries.items()):
+            if isinstance(child, str):
+                continue
+            if child.entries:
+                stack.append((child, f"{prefix}{key}."))
+            elif node.kind in MAPPINGS and not selection(f"{prefix}{key}"):
+                del node.entries[key]
 
 
 class _Nested:

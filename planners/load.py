@@ -144,9 +144,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         if self._builds:
             if state_dict:
                 raise InvalidOptionError("build_from_metadata fills an empty dict", found=f"a state with {len(state_dict)} entries")
-            self.state_dict, self.mappings = build_state(
-                state_dict, self._metadata(), self._catalogue(), self._device, is_partial=not self._selection.is_all
-            )
+            self.state_dict, self.mappings = build_state(state_dict, self._metadata(), self._catalogue(), self._device, self._selection)
         else:
             flat = flatten(state_dict)
             self.state_dict, self.mappings = dict(flat.leaves), dict(flat.paths)
@@ -231,7 +229,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The memory to fill: the state's own, or a temporary of the stored dtype where the value is cast or only compared."""
-        target = self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
+        target: torch.Tensor = self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
         key = read_item.dest_index.fqn
         cast = self._load.casts.get(key)
         dtype = target.dtype if cast is None else cast.stored

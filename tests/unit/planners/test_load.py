@@ -437,8 +437,7 @@ def test_ranks_that_see_different_keys_are_refused() -> None:
 
 
 def tied_reader(**values: torch.Tensor) -> DenseReader:
-    reader = DenseReader(values, planner_data=PlannerData({}, ties={"head": "embed"}))
-    return reader
+    return DenseReader(values, planner_data=PlannerData({}, ties={"head": "embed"}))
 
 
 def test_keys_saved_as_a_tie_fill_an_untied_state() -> None:
