@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -178,7 +177,3 @@ def read(
         read_chunks(
             manifest, lambda name: CountingFile(place.open(name), log, ends), requests, options=settings, pool=pool, path=str(directory)
         )
-
-
-def num_elements(sizes: Sequence[int]) -> int:
-    return math.prod(sizes)

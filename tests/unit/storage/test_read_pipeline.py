@@ -261,6 +261,12 @@ def test_requests_without_elements_are_committed_and_read_nothing(tmp_path: Path
     assert [(target.opened, target.committed) for target in targets] == [(0, 1)] * 3
 
 
+def test_no_requests_open_no_file(tmp_path: Path) -> None:
+    reads: list[tuple[int, int]] = []
+    read(tmp_path, manifest_of(write(tmp_path, [source_of("a", weights(4))], options())), [], options(), reads=reads)
+    assert reads == []
+
+
 def test_thousands_of_tiny_tensors_take_one_read(tmp_path: Path) -> None:
     tensors = {f"t{index}": torch.full((2, 3), index, dtype=torch.int32) for index in range(5000)}
     manifest = manifest_of(write(tmp_path, [source_of(name, tensor) for name, tensor in tensors.items()], options(codec="auto")))
@@ -455,7 +461,7 @@ class Unexpected(BaseException):
 
 @pytest.mark.parametrize("error", [ValueError("target"), Unexpected("target"), KeyboardInterrupt("target")])
 @pytest.mark.parametrize("where", ["open", "commit"])
-@pytest.mark.parametrize("num_elements", [10, 20_000, 3 * BLOCK_ITEMS])
+@pytest.mark.parametrize("num_elements", [10, 20_000, BLOCK_ITEMS + 10])
 def test_an_error_of_a_request_reaches_the_caller_and_the_pool_stays_usable(
     tmp_path: Path, error: BaseException, where: str, num_elements: int
 ) -> None:

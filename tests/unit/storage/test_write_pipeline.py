@@ -282,7 +282,7 @@ def failing(source: ChunkSource, error: BaseException) -> ChunkSource:
 
 
 @pytest.mark.parametrize("error", [ValueError("no tensor"), Unexpected("no tensor"), KeyboardInterrupt("no tensor")])
-@pytest.mark.parametrize("num_elements", [4, 200_000, 3 * BLOCK_ITEMS])
+@pytest.mark.parametrize("num_elements", [4, 200_000, BLOCK_ITEMS + 10])
 def test_an_error_of_load_reaches_the_caller_and_the_pool_stays_usable(tmp_path: Path, error: BaseException, num_elements: int) -> None:
     sources = [source_of(f"t{index}", numbers(num_elements)) for index in range(20)]
     sources[10] = failing(sources[10], error)
