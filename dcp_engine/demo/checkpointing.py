@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,14 +67,14 @@ class DyingSavePlanner(BalancedSavePlanner):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _PendingSave:
     step: int
     path: str
     started_secs: float
     stall_secs: float
-    future: Future[Any]
-    ended_secs: list[float] = field(default_factory=list)
+    published: Future[Any]
+    ended_secs: Future[float]
 
 
 class AsyncSaver:
@@ -104,35 +104,43 @@ class AsyncSaver:
             The save before, if there was one that nobody had waited for yet.
         """
         started_secs = time.perf_counter()
-        finished = self.wait()
+        before = self._await_pending()
         path = os.path.join(self._root, step_name(step))
-        future = async_save(
+        published = async_save(
             state,
             storage_writer=ShardWriter(path, process_group=self._group),
             planner=planner or self._planner,
             process_group=self._group,
         )
-        assert isinstance(future, Future), "DCP's default stager does not hand out staging on its own"
-        pending = _PendingSave(step, path, started_secs, time.perf_counter() - started_secs, future)
-        future.add_done_callback(lambda _: pending.ended_secs.append(time.perf_counter()))
-        self._pending = pending
-        return finished
+        stall_secs = time.perf_counter() - started_secs
+        assert isinstance(published, Future), "DCP's default stager does not hand out staging on its own"
+        ended_secs: Future[float] = Future()
+        published.add_done_callback(lambda _: ended_secs.set_result(time.perf_counter()))
+        self._pending = _PendingSave(step, path, started_secs, stall_secs, published, ended_secs)
+        return before and _record(before)
 
     def wait(self) -> SaveRecord | None:
         """Waits for the pending save, if there is one, and raises what went wrong in it."""
-        if self._pending is None:
-            return None
+        before = self._await_pending()
+        return before and _record(before)
+
+    def _await_pending(self) -> _PendingSave | None:
         pending, self._pending = self._pending, None
-        pending.future.result()
-        raw_bytes, stored_bytes = _sizes(pending.path)
-        return SaveRecord(
-            step=pending.step,
-            path=pending.path,
-            save_secs=pending.ended_secs[0] - pending.started_secs,
-            stall_secs=pending.stall_secs,
-            raw_bytes=raw_bytes,
-            stored_bytes=stored_bytes,
-        )
+        if pending is not None:
+            pending.published.result()
+        return pending
+
+
+def _record(save: _PendingSave) -> SaveRecord:
+    raw_bytes, stored_bytes = _sizes(save.path)
+    return SaveRecord(
+        step=save.step,
+        path=save.path,
+        save_secs=save.ended_secs.result() - save.started_secs,
+        stall_secs=save.stall_secs,
+        raw_bytes=raw_bytes,
+        stored_bytes=stored_bytes,
+    )
 
 
 def _sizes(path: str) -> tuple[int, int]:

@@ -11,18 +11,18 @@ from pathlib import Path
 
 __all__ = ["Launched", "launch", "tail_of_failure"]
 
-_STOP_SECS = 5
-
 
 class Launched:
     """A running job. Use it as a context manager: on the way out the job is ended, whatever happened. Not thread-safe.
 
     Args:
         process: torchrun, which ends its ranks when it is told to end; when it is killed, the ranks notice by themselves.
+        stop_secs: how long it may take to end before it is killed.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], *, stop_secs: float = 5.0) -> None:
         self._process = process
+        self._stop_secs = stop_secs
 
     def __enter__(self) -> Launched:
         return self
@@ -40,7 +40,7 @@ class Launched:
             return
         self._process.terminate()
         try:
-            self._process.wait(timeout=_STOP_SECS)
+            self._process.wait(timeout=self._stop_secs)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -64,8 +64,15 @@ def launch(folder: Path, *, num_ranks: int, arguments: Mapping[str, str | int | 
     for name, value in arguments.items():
         if value is not False:
             command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    # One thread a rank: the ranks share the cores. Safe path: files in the working directory must not pass for modules.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    environment = {
+        # Without it gloo looks the host's own name up, which not every machine can.
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        **os.environ,
+        # The ranks share the cores.
+        "OMP_NUM_THREADS": "1",
+        # Files in the working directory must not pass for modules.
+        "PYTHONSAFEPATH": "1",
+    }
     with open(folder / "torchrun.log", "wb") as log:
         # A session of its own, so that Ctrl-C reaches the driver alone and the job ends in order.
         process = subprocess.Popen(

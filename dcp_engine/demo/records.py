@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
-from typing import TextIO
 
 __all__ = ["LegRecords", "RecordWriter", "SaveRecord", "StartRecord", "StepRecord", "read_records"]
 
@@ -91,16 +90,22 @@ class LegRecords:
 
 
 class RecordWriter:
-    """Appends records to a file. One thread at a time."""
+    """Appends records to a new file. One thread at a time.
+
+    Raises:
+        FileExistsError: the file is there already: records of two jobs must not mix.
+    """
 
     def __init__(self, path: str) -> None:
-        self._file: TextIO = open(path, "x", encoding="utf-8")  # noqa: SIM115 - it stays open as long as the job trains
+        self._path = path
+        with open(path, "x", encoding="utf-8"):
+            pass
 
     def write(self, record: Record) -> None:
-        """Writes one line and flushes it, so that a process killed later has still told it."""
+        """Writes one line, whole, so that a process killed later has still told it."""
         # json writes the shortest digits that give the same float back, so that a comparison bit for bit survives the file.
-        self._file.write(json.dumps({"kind": _NAMES[type(record)], **asdict(record)}) + "\n")
-        self._file.flush()
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": _NAMES[type(record)], **asdict(record)}) + "\n")
 
 
 def read_records(path: str) -> LegRecords:

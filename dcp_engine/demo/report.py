@@ -127,7 +127,7 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
 
 
 def _step_table(rows: Sequence[Row]) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False, title="Losses against the run that never stopped", title_justify="left")
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, title="Losses against the run that never stopped", title_justify="left")
     for heading in ("step", "job", "layout"):
         table.add_column(heading, justify="right" if heading == "step" else "left", no_wrap=True)
     for heading in ("loss", "reference", "difference", "allowed"):
@@ -161,7 +161,7 @@ def _difference(value: float) -> str:
 
 
 def _save_table(saves: Sequence[tuple[str, SaveRecord]]) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False, title="Asynchronous saves", title_justify="left")
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, title="Asynchronous saves", title_justify="left")
     table.add_column("step", justify="right")
     table.add_column("job")
     for heading in ("save time", "stall", "state", "stored", "ratio"):

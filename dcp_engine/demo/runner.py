@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from dcp_engine.demo.compare import Comparison, Crash, compare
 from dcp_engine.demo.launch import launch, tail_of_failure
@@ -151,7 +151,7 @@ def _compare(finished: list[_FinishedLeg], crash: Crash | None) -> Comparison:
     return compare(finished[0].records, [(one.leg, one.records) for one in finished[1:]], crash)
 
 
-def _run_leg(config: DemoConfig, leg: Leg, out: Path, progress: Progress, *, task_id: int, label: str, num_done: int) -> _FinishedLeg:
+def _run_leg(config: DemoConfig, leg: Leg, out: Path, progress: Progress, *, task_id: TaskID, label: str, num_done: int) -> _FinishedLeg:
     folder = out / leg.name
     folder.mkdir()
     path = str(folder / "records.jsonl")

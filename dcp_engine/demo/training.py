@@ -19,7 +19,7 @@ from dcp_engine.demo.model import VOCABULARY, Decoder, ModelConfig, lay_out, mak
 from dcp_engine.demo.records import Record, RecordWriter, StartRecord, StepRecord
 from dcp_engine.demo.state import TrainingState, make_state
 
-__all__ = ["Job", "run"]
+__all__ = ["Job", "run", "train", "train_step"]
 
 _GROUP_TIMEOUT_SECS = 60
 _CORPUS_BYTES = 4 << 20
@@ -72,9 +72,14 @@ def run(job: Job) -> None:
     # A peer that hangs must end the job soon, not after the default half hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=_GROUP_TIMEOUT_SECS))
     try:
-        _Trainer(job).train()
+        train(job)
     finally:
         dist.destroy_process_group()
+
+
+def train(job: Job) -> None:
+    """Trains one job on the ranks of the default process group, which all call it."""
+    _Trainer(job).train()
 
 
 class _Trainer:
