@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -86,14 +87,10 @@ def _equal_chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], chunks: Seque
 
 def _resharded(local: LocalTensor, numbers: Sequence[int], stored_key: str, stored: TensorStorageMetadata) -> list[ReadItem]:
     num_dims = len(local.global_shape)
-    if any(not len(chunk.offsets) == len(chunk.sizes) == num_dims for chunk in stored.chunks):
-        raise CorruptCheckpointError(
-            "a stored chunk has another number of dimensions than its tensor", tensor=stored_key, expected=num_dims
-        )
+    stored_offsets = _rows([chunk.offsets for chunk in stored.chunks], num_dims, stored_key)
+    stored_sizes = _rows([chunk.sizes for chunk in stored.chunks], num_dims, stored_key)
     wanted_offsets = as_boxes([local.shards[number].offsets for number in numbers], num_dims)
     wanted_sizes = as_boxes([local.shards[number].sizes for number in numbers], num_dims)
-    stored_offsets = as_boxes([chunk.offsets for chunk in stored.chunks], num_dims)
-    stored_sizes = as_boxes([chunk.sizes for chunk in stored.chunks], num_dims)
     distinct = _distinct(stored_offsets, stored_sizes)
     overlaps = intersect(wanted_offsets, wanted_sizes, stored_offsets[distinct], stored_sizes[distinct])
     chunks = distinct[overlaps.stored]
@@ -117,6 +114,15 @@ def _resharded(local: LocalTensor, numbers: Sequence[int], stored_key: str, stor
         )
         for row, dest_offsets, chunk, storage_offsets, lengths in zip(*(column.tolist() for column in columns), strict=True)
     ]
+
+
+def _rows(rows: Sequence[Sequence[int]], num_dims: int, stored_key: str) -> Int64s:
+    if set(map(len, rows)) - {num_dims}:
+        raise CorruptCheckpointError(
+            "a stored chunk has another number of dimensions than its tensor", tensor=stored_key, expected=num_dims
+        )
+    # Several times faster than asarray, which looks at each torch.Size as a sequence of its own.
+    return np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=len(rows) * num_dims).reshape(len(rows), num_dims)
 
 
 def _distinct(offsets: Int64s, sizes: Int64s) -> Int64s:

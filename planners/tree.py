@@ -381,6 +381,8 @@ def _find_key(container: Any, segment: str | int) -> Any:
         if segment in container:
             return segment
         text = str(segment)
+        if text.isdecimal() and text == str(int(text)) and int(text) in container:
+            return int(text)  # an optimizer's state by number: not to be searched for each of its values
         return next((key for key in container if type(key) is not str and str(key) == text), _NOWHERE)
     if isinstance(container, list | tuple) and isinstance(segment, int) and 0 <= segment < len(container):
         return segment
