@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Overlaps", "TilingFault", "as_boxes", "check_tiling", "intersect", "run_boxes", "volumes"]
+__all__ = ["Overlaps", "TilingFault", "as_boxes", "check_tiling", "intersect", "run_boxes"]
 
 Int64s = NDArray[np.int64]
 
@@ -67,14 +67,6 @@ def as_boxes(rows: ArrayLike | Sequence[Sequence[int]], num_dims: int) -> Int64s
     if array.ndim == 2 and array.shape[1] == num_dims:
         return array
     return array.reshape(len(rows), num_dims)  # type: ignore[arg-type]
-
-
-def volumes(sizes: ArrayLike) -> NDArray[np.object_] | Int64s:
-    """Number of elements of each box; exact: Python ints where an int64 could overflow."""
-    array = np.asarray(sizes, dtype=np.int64)
-    if array.size and float(np.prod(np.maximum(array, 1).astype(np.float64), axis=1).max()) >= 2.0**62:
-        return np.array([math.prod(row) for row in array.tolist()], dtype=object)
-    return np.prod(array, axis=1, dtype=np.int64)
 
 
 def run_boxes(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Int64s, Int64s, Int64s]:
@@ -202,14 +194,15 @@ def _sweep(boxes: _Sides, wanted: Int64s, stored: Int64s) -> _Sweep:
 
 def _best_cut(boxes: _Sides, wanted: Int64s, stored: Int64s) -> tuple[int, int] | None:
     """Dimension and place of the cut that leaves the fewest candidate pairs; None where no cut leaves clearly fewer than now."""
-    best, fewest = None, 0.75 * wanted.size * stored.size
+    best: tuple[int, int] | None = None
+    fewest = 0.75 * wanted.size * stored.size
     for dim in range(boxes.wanted_starts.shape[1]):
         firsts = np.concatenate((boxes.wanted_starts[wanted, dim], boxes.stored_starts[stored, dim]))
         at = int(np.partition(firsts, firsts.size // 2)[firsts.size // 2])
         left = np.count_nonzero(boxes.wanted_starts[wanted, dim] < at) * np.count_nonzero(boxes.stored_starts[stored, dim] < at)
         right = np.count_nonzero(boxes.wanted_ends[wanted, dim] > at) * np.count_nonzero(boxes.stored_ends[stored, dim] > at)
         if left + right < fewest:
-            best, fewest = (dim, at), left + right
+            best, fewest = (dim, at), float(left + right)
     return best
 
 
@@ -229,8 +222,8 @@ def check_tiling(shape: Sequence[int], offsets: ArrayLike, sizes: ArrayLike) -> 
         None, or the first fault found.
     """
     whole = np.asarray(shape, dtype=np.int64).reshape(-1)
-    starts = as_boxes(offsets, whole.size)  # type: ignore[arg-type]
-    ends = starts + as_boxes(sizes, whole.size)  # type: ignore[arg-type]
+    starts = as_boxes(offsets, whole.size)
+    ends = starts + as_boxes(sizes, whole.size)
     negative = np.any(ends < starts, axis=1)
     full = np.all(ends > starts, axis=1)
     outside = np.flatnonzero(negative | (full & (np.any(starts < 0, axis=1) | np.any(ends > whole, axis=1))))

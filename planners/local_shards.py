@@ -246,7 +246,7 @@ def _split_orders(splits: tuple[Split, ...]) -> list[tuple[Split, ...]]:
     """
     for position, split in enumerate(splits):
         later = [other for other in splits[position + 1 :] if other.dim == split.dim]
-        if split.pieces > 1 and split.pieces == math.prod(other.num_parts for other in later):
+        if split.pieces > 1 and split.pieces == math.prod([other.num_parts for other in later]):
             others = [other for other in splits if other is not split]
             return [(*others, Split(split.dim, split.num_parts, split.part)), splits]
     return [splits]
@@ -286,7 +286,7 @@ def _describe_duck(key: str, value: Any, whole: Any, loading: bool) -> LocalTens
     dtype = whole.dtype if dtype is None else dtype
     shards = []
     for offsets, sizes, index in boxes:
-        if math.prod(sizes) == 0 and math.prod(shape):
+        if 0 in sizes and 0 not in shape:
             continue
         data = _checked(key, value.__get_tensor_shard__(index), loading)
         if tuple(data.shape) != sizes:
@@ -313,7 +313,7 @@ def _describe_checkpointable(key: str, value: Any, loading: bool) -> LocalTensor
         inside = len(offsets) == len(sizes) == len(shape) and len(start) == local.ndim <= len(shape)
         if not inside or any(o < 0 or s < 0 or o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
             raise _bad_fields(key, f"boxes inside {shape}", (offsets, sizes))
-        if math.prod(sizes) == 0 and math.prod(shape):
+        if 0 in sizes and 0 not in shape:
             continue
         # Fewer local dimensions: the leading dimensions of the box are merged into rows of the local tensor.
         merged = len(sizes) - local.ndim + 1 if local.ndim < len(sizes) else 1

@@ -104,9 +104,8 @@ def host_digest(tensor: torch.Tensor) -> int:
     return int(digest.intdigest()) | _HOST_BIT
 
 
-def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    flat: NDArray[np.uint8] = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -118,7 +117,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.shape[0] == 1:
         return _parts(tensor[0])
     rows = max(1, _COPY_BYTES * tensor.shape[0] // nbytes)
-    return [part for rows_of in tensor.split(rows) for part in _parts(rows_of)]
+    return [part for rows_of in torch.split(tensor, rows) for part in _parts(rows_of)]
 
 
 def device_digest(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,7 +132,7 @@ def device_digest(tensor: torch.Tensor) -> torch.Tensor:
     words = flat.view(_WORDS[flat.element_size()])
     total = torch.full((), math.prod(tensor.shape), dtype=torch.int64, device=tensor.device)
     weights: torch.Tensor | None = None
-    for part in words.split(_DEVICE_ELEMENTS):
+    for part in torch.split(words, _DEVICE_ELEMENTS):
         if weights is None:
             weights = torch.arange(part.numel(), dtype=torch.int64, device=tensor.device).mul_(_MIX).mul_(2).add_(1)
             weights ^= (weights >> 29) & ~1  # they stay odd, and are no longer an arithmetic progression

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from dcp_engine.errors import DuplicateKeyError, InvalidOptionError, PlanError
@@ -68,6 +68,12 @@ class BalancedSavePlanner(DefaultSavePlanner):
     Thread-safety: one save at a time; ``resolve_data`` may be called from any thread. Picklable; neither state nor cache is pickled.
     """
 
+    _local: LocalState
+    _layout: tuple[object, ...]
+    _cache: LocalPlanCache | None
+    _earlier: LocalPlanCache | None
+    _global_cache: GlobalPlanCache
+
     def __init__(
         self,
         *,
@@ -86,7 +92,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
 
     # -- DCP's calls ------------------------------------------------------------------------------------------------------
 
-    def set_up_planner(self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
         """Take the state.
 
         Args:
@@ -233,9 +239,9 @@ class BalancedSavePlanner(DefaultSavePlanner):
         self._local = LocalState({}, flattened=False, engine=False)
         self.state_dict: dict[str, Any] = {}
         self.mappings = {}
-        self._layout: tuple[object, ...] = ()
-        self._cache: LocalPlanCache | None = None
-        self._earlier: LocalPlanCache | None = None
+        self._layout = ()
+        self._cache = None
+        self._earlier = None
         self._global_cache = GlobalPlanCache()
 
     def _changes_contents(self) -> bool:
@@ -279,7 +285,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
             remedy="change the state and the plan in tandem",
         )
 
-    def _resolved(self, value: Any) -> Any:
+    def _resolved(self, value: Any) -> torch.Tensor | io.BytesIO:
         # Lazily, here: it allocates memory.
         return value.resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
 
