@@ -195,32 +195,31 @@ class Manifest:
         for entry in empty_entries:
             extra.add_entry(*entry)
         table, num_blocks, num_chunks = merge_tables([*tables, extra.build()])
-        if faulty := untiled_entries(table):
-            raise PlanError(
-                "the chunks that were written do not cover an entry exactly once",
-                tensor=table.names[faulty[0]],
-                expected=f"shape {table.shape(faulty[0])}",
-                found=sorted(table.box(int(chunk)) for chunk in np.flatnonzero(table.chunk_entries == faulty[0])[:16]),
-            )
         files = tuple(
             FileRecord(receipt.name, receipt.component, receipt.rank, receipt.size_bytes, receipt.footer_sha256, chunks, blocks)
             for receipt, chunks, blocks in zip(ordered, num_chunks[:-1], num_blocks[:-1], strict=True)
         )
-        return cls(
-            writer_version=writer_version,
-            nonce=nonce,
-            run_id=run_id,
-            step=step,
-            saved_at=saved_at,
-            world_size=world_size,
-            codec=codec,
-            files=files,
-            table=table,
-            aliases=dict(aliases),
-            planner_data=planner_data,
-            skeleton=skeleton,
-            metadata=metadata,
-        )
+        try:
+            return cls(
+                writer_version=writer_version,
+                nonce=nonce,
+                run_id=run_id,
+                step=step,
+                saved_at=saved_at,
+                world_size=world_size,
+                codec=codec,
+                files=files,
+                table=table,
+                aliases=dict(aliases),
+                planner_data=planner_data,
+                skeleton=skeleton,
+                metadata=metadata,
+            )
+        except MalformedCheckpointError as error:
+            if error.tensor is None:
+                raise
+            # What the ranks wrote is sound file by file, but does not add up.
+            raise PlanError(error.message, tensor=error.tensor, expected=error.expected, found=error.found) from error
 
     def encode(self) -> bytes:
         """The bytes of the file MANIFEST.
