@@ -192,7 +192,7 @@ def planes_payload() -> bytes:
     return stored(encode_block(memoryview(raw), dtypes.of_code(17), "planes", 1, SCRATCH))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_damaged_planes_never_decode_into_another_length_or_crash(data: st.DataObject) -> None:
     payload = bytearray(planes_payload())

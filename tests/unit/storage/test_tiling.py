@@ -50,13 +50,13 @@ def split_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, draw(st.permutations(boxes))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(split_boxes())
 def test_every_cutting_is_a_tiling(case: tuple[tuple[int, ...], list[Box]]) -> None:
     assert check(*case)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(split_boxes(), st.data())
 def test_changed_tilings_agree_with_the_dense_reference(case: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
     shape, boxes = case[0], list(case[1])
