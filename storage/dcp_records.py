@@ -55,6 +55,7 @@ from dcp_engine.types import EncodedObject, EngineMetadata, PlannerData
 __all__ = [
     "ChunkLocation",
     "ManifestIndex",
+    "check_dtypes",
     "chunks_of_metadata",
     "chunks_of_table",
     "empty_entries",
@@ -92,6 +93,19 @@ def chunks_of_table(table: ShardTable) -> set[Box]:
         (name, (), ()) if code in (dtypes.OBJECT.code, dtypes.OPAQUE.code) else (name, offsets, sizes)
         for name, code, offsets, sizes in table.chunks()
     }
+
+
+def check_dtypes(plan: SavePlan) -> None:
+    """Refuse tensors that cannot be stored before the plans of all ranks are merged: DCP's own planner fails there on some, without a key.
+
+    Raises:
+        UnsupportedTensorError: naming the first one's key and dtype.
+    """
+    known: set[torch.dtype] = set()
+    for item in plan.items:
+        if item.tensor_data is not None and (dtype := item.tensor_data.properties.dtype) not in known:
+            dtypes.of_tensor_dtype(dtype, tensor=item.index.fqn)
+            known.add(dtype)
 
 
 def sources_of_plan(plan: SavePlan, planner: SavePlanner, components: ComponentMap) -> dict[str, list[ChunkSource]]:

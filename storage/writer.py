@@ -168,7 +168,9 @@ class ShardWriter(StorageWriter):
 
         Raises:
             UnsupportedModeError: a stock planner replays a cached plan, which would also replay the previous save's destination.
+            UnsupportedTensorError: a tensor's dtype cannot be stored.
         """
+        dcp_records.check_dtypes(plan)
         if not plan.usable and plan.planner_data is None:
             raise UnsupportedModeError(
                 "the stock planner's enable_plan_caching replays the previous save's plan, destination included",
