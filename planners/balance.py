@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     end: int
 
 
-def assign(units: Sequence[Unit], num_ranks: int, *, split_bytes: int) -> list[list[Piece]]:
+def assign(units: Sequence[Unit], loads: Sequence[int], *, split_bytes: int) -> list[list[Piece]]:
     """Give every row of every unit to exactly one of its holders.
 
     What only one rank holds is given first. Then, by set of holders, smallest set first, since it has the least choice: small units go, in
@@ -42,14 +42,14 @@ def assign(units: Sequence[Unit], num_ranks: int, *, split_bytes: int) -> list[l
 
     Args:
         units: what to write.
-        num_ranks: number of ranks.
+        loads: bytes that each rank writes in any case.
         split_bytes: units of at least this size, with more than one row, may be cut. A quarter of it is the least that is worth a piece,
             within a row; it therefore bounds how far loads are from equal.
 
     Returns:
         For each unit its pieces in order of rows. Deterministic.
     """
-    loads = [0] * num_ranks
+    loads = list(loads)
     pieces: list[list[Piece]] = [[] for _ in units]
     shared: dict[tuple[int, ...], list[int]] = {}
     for number, unit in enumerate(units):

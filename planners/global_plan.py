@@ -102,26 +102,67 @@ def plan_globally(plans: Sequence[RankPlan], *, policy: ReplicaPolicy, split_byt
     by_policy = _settle_replicas(entries, digests, policy)
     for entry in entries.values():
         _check_tiling(entry, num_ranks=len(plans))
-    metadata: dict[str, STORAGE_TYPES] = {}
-    boxes: list[tuple[_Entry, Box, list[Holder]]] = []
+    draft = _Draft([[] for _ in plans], [0] * len(plans), {}, [])
     for entry in entries.values():
-        data = entry.first.tensor_data
-        if data is not None and 0 in data.size and not keep_empty:
-            metadata[entry.key] = TensorStorageMetadata(properties=data.properties, size=data.size, chunks=[])
-        else:
-            boxes += [(entry, box, holders) for box, holders in entry.boxes.items()]
-    units = [_unit(entry, box, holders, plans) for entry, box, holders in boxes]
-    shares = assign(units, len(plans), split_bytes=split_bytes)
-    ordered: list[list[tuple[int, WriteItem]]] = [[] for _ in plans]
-    for (entry, box, holders), pieces in zip(boxes, shares, strict=True):
-        numbers = dict(holders)
-        for rank, item in _items_of(entry, box, pieces, plans, numbers):
-            ordered[rank].append((numbers[rank], item))
-            _describe(metadata, entry, item)
+        draft.add(entry, plans, keep_empty=keep_empty)
+    units = [_unit(entry, box, holders, plans) for entry, box, holders in draft.shared]
+    for (entry, box, holders), pieces in zip(draft.shared, assign(units, draft.loads, split_bytes=split_bytes), strict=True):
+        draft.add_pieces(entry, box, pieces, plans, dict(holders))
     for alias, key in ties.items():
-        metadata[alias] = metadata[key]
-    items = [[item for _, item in sorted(pairs, key=lambda pair: pair[0])] for pairs in ordered]
-    return GlobalPlan(items, metadata, ties, [holders for _, _, holders in boxes if len(holders) > 1], by_policy)
+        draft.metadata[alias] = draft.metadata[key]
+    items = [[item for _, item in sorted(pairs, key=_number)] for pairs in draft.items]
+    return GlobalPlan(items, draft.metadata, ties, [holders for _, _, holders in draft.shared], by_policy)
+
+
+def _number(pair: tuple[int, WriteItem]) -> int:
+    return pair[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A global plan in the making.
+
+    Attributes:
+        items: by rank, each with the number of the local item that it comes from.
+        loads: bytes by rank of what only that rank holds.
+        metadata: as of :class:`GlobalPlan`, without aliases.
+        shared: what several ranks hold, not yet in ``items``.
+    """
+
+    items: list[list[tuple[int, WriteItem]]]
+    loads: list[int]
+    metadata: dict[str, STORAGE_TYPES]
+    shared: list[tuple[_Entry, Box, list[Holder]]]
+
+    def add(self, entry: _Entry, plans: Sequence[RankPlan], *, keep_empty: bool) -> None:
+        data = entry.first.tensor_data
+        if data is None:
+            self.metadata[entry.key] = BytesStorageMetadata()
+        else:
+            described = TensorStorageMetadata(properties=data.properties, size=data.size, chunks=[])
+            self.metadata[entry.key] = described
+            if 0 in data.size and not keep_empty:
+                return
+        for box, holders in entry.boxes.items():
+            if len(holders) > 1:
+                self.shared.append((entry, box, holders))
+                continue
+            rank, number = holders[0]
+            item = plans[rank].items[number]
+            self.items[rank].append((number, item))
+            if item.tensor_data is None:
+                self.loads[rank] += int(plans[rank].data.object_bytes[number])
+            else:
+                self.loads[rank] += math.prod(box[1]) * item.tensor_data.properties.dtype.itemsize
+                described.chunks.append(item.tensor_data.chunk)
+
+    def add_pieces(self, entry: _Entry, box: Box, pieces: Sequence[Piece], plans: Sequence[RankPlan], numbers: Mapping[int, int]) -> None:
+        for rank, item in _items_of(entry, box, pieces, plans, numbers):
+            self.items[rank].append((numbers[rank], item))
+            described = self.metadata[entry.key]
+            if item.tensor_data is not None:
+                assert isinstance(described, TensorStorageMetadata)
+                described.chunks.append(item.tensor_data.chunk)
 
 
 def _gather(plans: Sequence[RankPlan]) -> dict[str, _Entry]:
@@ -291,16 +332,3 @@ def _items_of(
         chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         data = TensorWriteData(chunk=chunk, properties=item.tensor_data.properties, size=item.tensor_data.size)
         yield piece.rank, replace(item, index=MetadataIndex(entry.key, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
-
-
-def _describe(metadata: dict[str, STORAGE_TYPES], entry: _Entry, item: WriteItem) -> None:
-    data = item.tensor_data
-    if data is None:
-        metadata[entry.key] = BytesStorageMetadata()
-        return
-    known = metadata.get(entry.key)
-    if known is None:
-        metadata[entry.key] = TensorStorageMetadata(properties=data.properties, size=data.size, chunks=[data.chunk])
-    else:
-        assert isinstance(known, TensorStorageMetadata)
-        known.chunks.append(data.chunk)
