@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from support.ranks import RankPool
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -108,6 +109,13 @@ def wrong_local_shape() -> str:
     return str(caught.value)
 
 
+def collective_in_flight() -> tuple[str, list[float]]:
+    value = funcol.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+    described = describe("w", value)
+    assert described is not None
+    return type(value).__name__, described.shards[0].tensor.tolist()
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_sharded_and_replicated_tensors(ranks: RankPool, world_size: int) -> None:
     ranks.run(world_size, on_one_dimension)
@@ -135,3 +143,7 @@ def test_ranks_outside_the_mesh_hold_nothing(ranks: RankPool) -> None:
 
 def test_local_tensor_of_another_shape_is_refused(ranks: RankPool) -> None:
     assert all("placements" in text for text in ranks.run(2, wrong_local_shape))
+
+
+def test_collectives_in_flight_are_waited_for(ranks: RankPool) -> None:
+    assert ranks.run(2, collective_in_flight) == [("AsyncCollectiveTensor", [2, 2, 2])] * 2
