@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -222,18 +222,16 @@ def _object_source(item: WriteItem, planner: SavePlanner) -> ChunkSource:
     array = np.frombuffer(data, dtype=np.uint8)
     if not array.size:
         raise UnencodableObjectError("the planner serialised an object to no bytes at all", tensor=key, remedy="write at least one byte")
-    return ChunkSource(
-        name=key, dtype=info, shape=(array.size,), offsets=(0,), sizes=(array.size,), nbytes=array.size, load=lambda array=array: array
-    )
+    extent = (array.size,)
+    return ChunkSource(name=key, dtype=info, shape=extent, offsets=(0,), sizes=extent, nbytes=array.size, load=lambda: array)
 
 
 def _serialises_as_stock(planner: SavePlanner) -> bool:
+    if not isinstance(planner, DefaultSavePlanner):
+        return False
     kind = type(planner)
-    return (
-        isinstance(planner, DefaultSavePlanner)
-        and kind.resolve_data is DefaultSavePlanner.resolve_data
-        and kind.transform_object is DefaultSavePlanner.transform_object
-    )
+    stock = DefaultSavePlanner
+    return kind.resolve_data is stock.resolve_data and kind.transform_object is stock.transform_object
 
 
 # --------------------------------------------------------------------------------------------------------------- loading

@@ -150,7 +150,7 @@ class _Walk:
     def check_span(self, span: tuple[int, int], scratch: Scratch) -> None:
         """Read blocks ``span[0]`` to ``span[1]`` at once, check each."""
         extents = self.manifest.block_extent[span[0] : span[1]].tolist()
-        buffer = memoryview(scratch.buffer("span", sum(extents)))[: sum(extents)]
+        buffer = scratch.buffer("span", sum(extents)).data[: sum(extents)]
         try:
             self.file.read_into(int(self.manifest.block_position[span[0]]), [buffer])
         except DcpEngineError as error:
@@ -173,7 +173,7 @@ class _Walk:
         if found != expected:
             raise DigestMismatchError(f"the stored bytes of {name} are damaged", expected=f"{expected:016x}", found=f"{found:016x}")
         raw_bytes = int(table.block_raw_bytes[block])
-        decoded = memoryview(scratch.buffer("block", raw_bytes))[:raw_bytes]
+        decoded = scratch.buffer("block", raw_bytes).data[:raw_bytes]
         chunk = self._chunks(block)[0]
         dtype = dtypes.of_code(int(table.entry_dtypes[table.chunk_entries[chunk]]))
         decode_block(int(table.block_codecs[block]), stored, decoded, dtype, scratch)

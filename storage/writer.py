@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -128,8 +127,10 @@ class ShardWriter(StorageWriter):
         self._process_group = process_group
         self._storage_options = dict(storage_options or {})
         self._path: str | None = None if path is None else locate(path).path
-        self._begin_save(rank=0, is_coordinator=False)
-        self._abandoned: tuple[Publisher, AttemptRef] | None = None
+        self._rank = 0
+        self._token = ""
+        # The attempt in progress, on the coordinator. One that is still here when a save begins was abandoned: DCP has no call for that.
+        self._attempt: tuple[Publisher, AttemptRef] | None = None
 
     # -- DCP's calls ------------------------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class ShardWriter(StorageWriter):
 
     def storage_meta(self) -> EngineStorageMeta:
         """The handshake: a planner that receives it knows that the writer is ours."""
-        return EngineStorageMeta(checkpoint_id=self._path, save_id=self._save_id)
+        return EngineStorageMeta(checkpoint_id=self._path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save. ``kwargs`` must keep its name: DCP looks for it and then passes ``rank`` and ``use_collectives``.
@@ -157,11 +158,9 @@ class ShardWriter(StorageWriter):
             )
         if self._path is None:
             raise InvalidOptionError("no path to write to", remedy="pass ShardWriter(path) or dcp.save(..., checkpoint_id=path)")
-        self._begin_save(rank=int(kwargs.get("rank", 0)), is_coordinator=is_coordinator)
-        if self._abandoned is not None:
-            publisher, attempt = self._abandoned
-            self._abandoned = None
-            publisher.abort(attempt)
+        self._rank = int(kwargs.get("rank", 0))
+        self._token = secrets.token_hex(16)
+        self._abort()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add this rank's token.
@@ -198,8 +197,7 @@ class ShardWriter(StorageWriter):
             )
         publisher = self._publisher()
         attempt = publisher.begin()
-        self._abandoned = (publisher, attempt)
-        self._attempt = attempt
+        self._attempt = (publisher, attempt)
         return [_with_storage_data(plan, _Ticket(_token_of(plan), attempt, rank, world_size)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -238,20 +236,19 @@ class ShardWriter(StorageWriter):
             PlanError: what the ranks wrote is not what was planned. CommitError kinds: it could not be published. Nothing is visible then.
         """
         assert self._attempt is not None, "finish() before prepare_global_plan()"
-        publisher, attempt = self._publisher(), self._attempt
+        publisher, attempt = self._attempt
         try:
             receipts = self._checked_receipts(metadata, results, attempt)
             manifest = self._manifest(metadata, receipts, attempt, world_size=len(results))
             encoded = manifest.encode()
             publisher.commit(attempt, encoded, [(record.name, record.size_bytes) for record in manifest.files])
         except CommitStateUnknownError:
-            self._abandoned = None  # it may be published: nothing of it may be removed
+            self._attempt = None  # it may be published: nothing of it may be removed
             raise
         except BaseException:
-            self._abandoned = None
-            publisher.abort(attempt)
+            self._abort()
             raise
-        self._abandoned = None
+        self._attempt = None
         self._fill(metadata, manifest)
 
     @classmethod
@@ -270,14 +267,13 @@ class ShardWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot cross processes; the process that DCP saves from has a group of its own.
-        return {**self.__dict__, "_process_group": None, "_abandoned": None}
+        return {**self.__dict__, "_process_group": None, "_attempt": None}
 
-    def _begin_save(self, *, rank: int, is_coordinator: bool) -> None:
-        self._rank = rank
-        self._is_coordinator = is_coordinator
-        self._token = secrets.token_hex(16)
-        self._save_id = str(uuid.uuid4())
-        self._attempt: AttemptRef | None = None
+    def _abort(self) -> None:
+        if self._attempt is not None:
+            publisher, attempt = self._attempt
+            self._attempt = None
+            publisher.abort(attempt)
 
     def _publisher(self) -> Publisher:
         assert self._path is not None
@@ -377,7 +373,7 @@ class ShardWriter(StorageWriter):
     def _fill(self, metadata: Metadata, manifest: Manifest) -> None:
         assert self._path is not None
         metadata.storage_data = dcp_records.ManifestIndex(manifest, self._path)
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_meta = EngineStorageMeta(checkpoint_id=self._path, save_id=manifest.nonce)
         metadata.version = str(manifest.format_version)
         if isinstance(metadata, EngineMetadata):
             metadata.step = manifest.step

@@ -117,12 +117,12 @@ class AsyncSaver:
         ended_secs: Future[float] = Future()
         published.add_done_callback(lambda _: ended_secs.set_result(time.perf_counter()))
         self._pending = _PendingSave(step, path, started_secs, stall_secs, published, ended_secs)
-        return before and _record(before)
+        return None if before is None else _record(before)
 
     def wait(self) -> SaveRecord | None:
         """Waits for the pending save, if there is one, and raises what went wrong in it."""
         before = self._await_pending()
-        return before and _record(before)
+        return None if before is None else _record(before)
 
     def _await_pending(self) -> _PendingSave | None:
         pending, self._pending = self._pending, None
