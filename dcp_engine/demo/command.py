@@ -33,10 +33,13 @@ def demo(
 ) -> None:
     """Train, checkpoint, die in the middle of a save, come back on another topology, and prove that nothing changed.
 
-    A small transformer learns the sources of Python's standard library on 4 processes (FSDP2 and tensor parallel, 2 x 2), is killed
-    while it saves, comes back on 2 (FSDP2) and again on 4; every step is held against a run that never stopped.
+    A small transformer learns the sources of Python's standard library on 4
+    processes (FSDP2 and tensor parallel, 2 x 2), is killed while it saves,
+    comes back on 2 (FSDP2) and again on 4; every step is held against a run
+    that never stopped.
 
-    Exit status: 0 the proof holds, 1 it fails, 2 wrong options, 3 a job failed, 130 interrupted.
+    Exit status: 0 the proof holds, 1 it fails, 2 wrong options, 3 a job
+    failed, 130 interrupted.
     """
     if importlib.util.find_spec("matplotlib") is None:
         _refuse("the demo draws with matplotlib; install it with: pip install 'dcp-engine[demo]'")

@@ -127,7 +127,9 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
 
 
 def _step_table(rows: Sequence[Row]) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, title="Losses against the run that never stopped", title_justify="left")
+    table = Table(
+        box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, title="Losses against the run that never stopped", title_justify="left"
+    )
     for heading in ("step", "job", "layout"):
         table.add_column(heading, justify="right" if heading == "step" else "left", no_wrap=True)
     for heading in ("loss", "reference", "difference", "allowed"):

@@ -59,6 +59,7 @@ def run_demo(config: DemoConfig, out: Path, *, json_path: Path | None, console: 
         InvalidOptionError: ``out`` is not empty or cannot be made, or the folder of ``json_path`` does not exist.
     """
     started_secs = time.monotonic()
+    out = out.absolute()
     _prepare(out, json_path)
     try:
         with _signals_interrupt():
@@ -81,7 +82,7 @@ def run_demo(config: DemoConfig, out: Path, *, json_path: Path | None, console: 
                     write_json(path, outcome)
             print_outcome(console, outcome)
     except KeyboardInterrupt:
-        console.print(f"\nInterrupted. All processes of the demo have ended; what they wrote is in {out}")
+        console.print(f"\nInterrupted. All processes of the demo have ended; what they wrote is in {out}", markup=False, soft_wrap=True)
         return EXIT_INTERRUPTED
     return EXIT_HOLDS if comparison.holds else EXIT_FAILED_PROOF
 
@@ -108,7 +109,9 @@ def _signals_interrupt() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # What is ignored stays so: nohup wants a process to outlive its terminal.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
@@ -135,12 +138,12 @@ def _run_legs(config: DemoConfig, out: Path, console: Console) -> tuple[list[_Fi
         for number, leg in enumerate(legs, start=1):
             label = f"{number}/{len(legs)} {leg.title}"
             one = _run_leg(config, leg, out, progress, task_id=task, label=label, num_done=sum(len(f.records.steps) for f in finished))
-            if one.exit_status != 0 and not leg.die_at:
+            if leg.die_at:
+                crash = _look_at_crash(out, one.exit_status)
+            if one.exit_status != 0 and not (leg.die_at and crash is not None and crash.rank is not None):
                 _print_failure(console, leg, out / leg.name, one.exit_status)
                 return None, crash
             finished.append(one)
-            if leg.die_at:
-                crash = _look_at_crash(out, one.exit_status)
             console.print(f"{label}: {_summary(one, crash if leg.die_at else None)}", highlight=False, soft_wrap=True)
             if number > 1 and not _compare(finished, crash).holds:
                 break
@@ -186,7 +189,7 @@ def _run_leg(config: DemoConfig, leg: Leg, out: Path, progress: Progress, *, tas
 
 
 def _look_at_crash(out: Path, exit_status: int) -> Crash:
-    from dcp_engine.storage.steps import committed_steps
+    from dcp_engine.storage.steps import committed_steps  # here, because it takes torch, and that a second or more
 
     root = out / "checkpoints"
     words: dict[str, int] = {}
