@@ -144,17 +144,17 @@ class _Walk:
         self._open.add(id(value))
         number = len(self.containers)
         self.containers.append(_Container(value, parent, key))
-        children = self._items(value, number) if isinstance(value, Mapping) else ((i, i, item) for i, item in enumerate(value))
+        children = self._items(value, number, prefix) if isinstance(value, Mapping) else ((i, i, item) for i, item in enumerate(value))
         return number, children, prefix, path, node.entries
 
-    def _items(self, mapping: Mapping[Any, Any], number: int) -> Iterator[tuple[Any, str, Any]]:
+    def _items(self, mapping: Mapping[Any, Any], number: int, prefix: str) -> Iterator[tuple[Any, str, Any]]:
         if {str}.issuperset(map(type, mapping)):
             return ((key, key, value) for key, value in mapping.items())
         seen: dict[str, Any] = {}
         for key in mapping:
             text = str(key)
             if text in seen:
-                self._raise_duplicate(self._show(number, seen[text]), self._show(number, key), text)
+                self._raise_duplicate(self._show(number, seen[text]), self._show(number, key), prefix + text)
             seen[text] = key
         return ((key, str(key), value) for key, value in mapping.items())
 

@@ -191,7 +191,7 @@ def test_mappings_of_other_classes_come_back_as_dicts() -> None:
     [
         ({"a.b": 1, "a": {"b": 2}}, "a.b", "state['a.b'], state['a']['b']"),
         ({"a": [T], "a.0": T}, "a.0", "state['a'][0], state['a.0']"),
-        ({"o": {1: T, "1": T}}, "1", "state['o'][1], state['o']['1']"),
+        ({"o": {1: T, "1": T}}, "o.1", "state['o'][1], state['o']['1']"),
         ({"1": {"x": T}, 1: {"y": T}}, "1", "state['1'], state[1]"),
         ({"None": {}, None: {}}, "None", "state['None'], state[None]"),
         ({"a": {"b.c": T}, "a.b": {"c": T}}, "a.b.c", "state['a']['b.c'], state['a.b']['c']"),
