@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from dcp_engine.errors import DuplicateKeyError, InvalidOptionError, PlanError
 from dcp_engine.objects import encode_object
+from dcp_engine.planners.garbage import without_gc
 from dcp_engine.planners.global_plan import RankPlan, plan_globally
 from dcp_engine.planners.local_plan import LocalState
 from dcp_engine.planners.local_shards import LocalShard
@@ -116,7 +115,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         """
         # Taken out, and put back by finish_plan: whatever fails in between, the next save plans afresh.
         cache, self._cache = self._cache, None
-        with _without_gc():
+        with without_gc():
             self._local.describe()
             ties = self._local.ties() if self._local.engine and not self._changes_contents() else {}
             layout = (*self._local.layout(), ties)
@@ -137,7 +136,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
             ReplicaMismatchError: ranks hold different values under one key. PlanError: the ranks' parts do not cover a tensor exactly once.
         """
         cache, self._global_cache = self._global_cache, GlobalPlanCache()
-        with _without_gc():
+        with without_gc():
             local = [cache.expand(rank, plan) for rank, plan in enumerate(all_plans)]
             known = cache.whole(all_plans)
             if known is not None and known.holds_for(local):
@@ -293,15 +292,3 @@ class BalancedSavePlanner(DefaultSavePlanner):
 def _num_ranks() -> int:
     """At least as many as take part in the save: a planner is not told the process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """No garbage collection while a plan's many small records are made: it would walk them all again and again, and free none."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
