@@ -27,6 +27,7 @@ __all__ = [
     "new_nonce",
     "nonce_at",
     "read_marker",
+    "write_whole",
 ]
 
 MANIFEST_NAME = "MANIFEST"
@@ -156,6 +157,21 @@ def marker_of(nonce: str, data: str, manifest: bytes) -> bytes:
         data: directory, relative to COMPLETE, that holds the other files: ``"."`` or the nonce.
     """
     return encode_marker(Marker(nonce=nonce, data=data, manifest_bytes=len(manifest), manifest_sha256=hashlib.sha256(manifest).hexdigest()))
+
+
+def write_whole(directory: Directory, name: str, content: bytes) -> None:
+    """Creates a file, writes it and commits it. After an error nothing of it stays, and no descriptor stays open.
+
+    Raises:
+        StorageError: it exists already, or the storage failed.
+    """
+    file = directory.create(name)
+    try:
+        file.write([content])
+        file.commit()
+    except BaseException:
+        file.abort()
+        raise
 
 
 def read_marker(directory: Directory) -> Marker:

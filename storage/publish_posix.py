@@ -39,6 +39,7 @@ from dcp_engine.storage.attempts import (
     marker_of,
     new_nonce,
     nonce_at,
+    write_whole,
 )
 from dcp_engine.storage.backends import Location
 from dcp_engine.storage.backends.failures import PERMISSION_ERRNOS, storage_failure
@@ -141,9 +142,7 @@ class PosixPublisher:
         directory = LocalDirectory(ref.attempt)
         _check_files(directory, files)
         for name, content in ((MANIFEST_NAME, manifest), (MARKER_NAME, marker_of(ref.nonce, ".", manifest))):
-            file = directory.create(name)
-            file.write([content])
-            file.commit()
+            write_whole(directory, name, content)
             self.seal(ref)
         retired = self._publish(ref)
         try:
@@ -193,7 +192,10 @@ class PosixPublisher:
             )
         if not names:
             return None
-        strangers = [name for name in names if not _is_own_entry(self._target, name)]
+        try:
+            strangers = [name for name in names if not _is_own_entry(self._target, name)]
+        except OSError as error:
+            raise storage_failure(error, "look at what is there already", path=self._target) from error
         if strangers:
             raise CheckpointExistsError(
                 "the directory holds what is not part of a checkpoint",

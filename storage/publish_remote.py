@@ -35,6 +35,7 @@ from dcp_engine.storage.attempts import (
     marker_of,
     new_nonce,
     nonce_at,
+    write_whole,
 )
 from dcp_engine.storage.backends import Location
 from dcp_engine.storage.backends.remote import RemoteDirectory
@@ -98,9 +99,7 @@ class RemotePublisher:
         directory = self._directory()
         attempt = directory.child(ref.nonce)
         _check_files(attempt, files)
-        file = attempt.create(MANIFEST_NAME)
-        file.write([manifest])
-        file.commit()
+        write_whole(attempt, MANIFEST_NAME, manifest)
         replaced = self._check_replaced(directory, ref)
         self._publish(directory, ref, marker_of(ref.nonce, ref.nonce, manifest))
         for place, name in replaced:

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from dcp_engine.errors import (
 )
 from dcp_engine.objects import decode_object, encode_object
 from dcp_engine.storage import dcp_records
-from dcp_engine.storage.backends import Directory, is_supported_path, locate
+from dcp_engine.storage.backends import Directory, WriteFile, is_supported_path, locate
 from dcp_engine.storage.footer import decode_footer
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
@@ -204,7 +205,8 @@ class ShardWriter(StorageWriter):
         """Write this rank's shard files; they are durable when it returns. The result holds one record a file, in ``storage_data``.
 
         Raises:
-            DcpEngineError: of the kind that fits, with this rank in it. The files of this rank are removed.
+            DcpEngineError: of the kind that fits, with this rank in it. A file that failed is removed; those that were whole by then stay
+                in the attempt, and go with it.
         """
         ticket = plan.storage_data
         if not isinstance(ticket, _Ticket) or ticket.token != self._token:
@@ -295,9 +297,9 @@ class ShardWriter(StorageWriter):
             for component, sources in sorted(by_component.items()):
                 if not any(source.nbytes for source in sources):
                     continue  # tensors without elements are in the manifest alone: no load would check a file without blocks
-                receipt, commit = self._write_file(directory, component, sources, ticket, pool)
+                receipt, file = self._write_file(directory, component, sources, ticket, pool)
                 receipts.append(receipt)
-                commits.append(syncing.submit(commit))
+                commits.append(syncing.submit(partial(_commit, file)))
             for future in commits:
                 future.result()
         publisher.seal(ticket.attempt)
@@ -305,7 +307,7 @@ class ShardWriter(StorageWriter):
 
     def _write_file(
         self, directory: Directory, component: str, sources: list[ChunkSource], ticket: _Ticket, pool: WorkerPool
-    ) -> tuple[ShardReceipt, Any]:
+    ) -> tuple[ShardReceipt, WriteFile]:
         name = f"{component}-{ticket.rank:05d}.shard"
         file = directory.create(name)
         try:
@@ -323,7 +325,7 @@ class ShardWriter(StorageWriter):
         except BaseException:
             file.abort()
             raise
-        return receipt, file.commit
+        return receipt, file
 
     def _checked_receipts(self, metadata: Metadata, results: list[list[WriteResult]], attempt: AttemptRef) -> list[ShardReceipt]:
         receipts: list[ShardReceipt] = []
@@ -380,6 +382,14 @@ class ShardWriter(StorageWriter):
             metadata.run_id = self._run_id
             metadata.saved_at = manifest.saved_at
             metadata.nonce = manifest.nonce
+
+
+def _commit(file: WriteFile) -> None:
+    try:
+        file.commit()
+    except BaseException:
+        file.abort()
+        raise
 
 
 def _environment() -> dict[str, str | None]:

@@ -445,6 +445,36 @@ def test_a_rename_that_was_refused_is_a_plain_failure(
     assert os.listdir(target.parent) == []
 
 
+@pytest.mark.parametrize("call", ["writev", "fsync"])
+def test_a_commit_that_fails_leaves_no_descriptor_open(target: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    publisher = open_publisher(target)
+    ref = publisher.begin()
+    reported = write_files(publisher, ref)
+
+    def fail(*_: object) -> NoReturn:
+        raise OSError(errno.EIO, "injected")
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(StorageError) as caught:
+            publisher.commit(ref, MANIFEST, reported)
+    assert (caught.value.errno, caught.value.file) == (errno.EIO, "MANIFEST")
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert sorted(os.listdir(ref.attempt)) == sorted(FILES)
+
+
+def test_a_target_that_cannot_be_looked_into_is_told() -> None:
+    with world_readable_directory() as place:
+        inner = place / "x" / ("0" * 32)
+        inner.mkdir(parents=True)
+        inner.chmod(0)
+        place.chmod(0o777)
+        with unprivileged(), pytest.raises(StoragePermissionError) as caught:
+            open_publisher(place / "x", overwrite=True).begin()
+    assert caught.value.path == str(place / "x")
+
+
 # -- overwriting -------------------------------------------------------------------------------------------------------------------
 
 
