@@ -35,8 +35,8 @@ class DemoConfig:
         batch: windows in the global batch; even.
     """
 
-    steps: int = 40
-    save_every: int = 5
+    steps: int = 32
+    save_every: int = 4
     drop: Drop | None = None
     width: int = 128
     layers: int = 4

@@ -12,17 +12,17 @@ from dcp_engine.demo.schedule import DemoConfig, plan_legs
 from dcp_engine.errors import InvalidOptionError
 
 
-def test_default_run_dies_at_15_and_comes_back_at_10_and_25() -> None:
+def test_default_run_dies_at_12_and_comes_back_at_8_and_20() -> None:
     legs = {leg.name: leg for leg in plan_legs(DemoConfig())}
     assert list(legs) == ["reference", "killed", "same-4", "on-2", "on-4"]
     assert [(leg.num_ranks, leg.resumed_from, leg.last_step, leg.die_at) for leg in legs.values()] == [
-        (4, None, 40, 0),
-        (4, None, 40, 15),
-        (4, 10, 15, 0),
-        (2, 10, 25, 0),
-        (4, 25, 40, 0),
+        (4, None, 32, 0),
+        (4, None, 32, 12),
+        (4, 8, 12, 0),
+        (2, 8, 20, 0),
+        (4, 20, 32, 0),
     ]
-    assert [leg.num_steps for leg in legs.values()] == [40, 15, 5, 15, 15]
+    assert [leg.num_steps for leg in legs.values()] == [32, 12, 4, 12, 12]
     assert [leg.bitwise for leg in legs.values()] == [True, True, True, False, False]
 
 
@@ -47,7 +47,7 @@ def test_jobs_after_the_crash_cover_every_step_once(save_every: int, num_saves: 
     [
         ({"steps": 0}, "--steps"),
         ({"save_every": 0}, "--save-every"),
-        ({"steps": 19, "save_every": 5}, "--steps"),
+        ({"steps": 15, "save_every": 4}, "--steps"),
         ({"width": 12}, "--width"),
         ({"window_bytes": 31}, "--window-bytes"),
         ({"batch": 3}, "--batch"),
