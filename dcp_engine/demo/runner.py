@@ -221,4 +221,4 @@ def _summary(one: _FinishedLeg, crash: Crash | None) -> str:
 def _print_failure(console: Console, leg: Leg, folder: Path, exit_status: int) -> None:
     log, tail = tail_of_failure(folder)
     console.print(f"The job {leg.name!r} failed with exit status {exit_status}. The end of {log}:\n", highlight=False, markup=False)
-    console.print(tail, highlight=False, markup=False)
+    console.print(tail, highlight=False, markup=False, soft_wrap=True)

@@ -6,6 +6,7 @@ import argparse
 import os
 import threading
 import time
+from typing import Any
 
 
 def main() -> None:
@@ -28,9 +29,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, required=True, help="windows in the global batch")
     args = parser.parse_args()
 
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    # Leaves word of an exception, and of when it was raised, for the driver to find the rank that failed first.
+    record(_train)(vars(args))
+
+
+def _train(options: dict[str, Any]) -> None:
     from dcp_engine.demo.training import Job, run
 
-    run(Job(**vars(args)))
+    run(Job(**options))
 
 
 def _leave_with_parent() -> None:

@@ -9,7 +9,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -64,7 +63,6 @@ class Job:
     batch: int
 
 
-@record
 def run(job: Job) -> None:
     """Trains one job on this rank, from process group to process group's end."""
     torch.set_num_threads(1)
