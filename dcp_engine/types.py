@@ -11,7 +11,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-__all__ = ["EncodedObject", "EngineMetadata", "EngineStorageMeta", "PlannerData"]
+__all__ = ["EncodedObject", "EngineMetadata", "EngineStorageMeta", "Path", "PlannerData"]
+
+Path = tuple[str | int, ...]
+"""DCP's OBJ_PATH, where a value stands in a state: a str is a key of a mapping as text, an int an index of a sequence."""
 
 
 class EncodedObject(io.BytesIO):
@@ -46,18 +49,18 @@ class EngineMetadata(Metadata):
     user_metadata: dict[str, Any] = field(default_factory=dict)
 
 
-class PlannerData(dict[str, tuple[str | int, ...]]):
+class PlannerData(dict[str, Path]):
     """DCP's flattening (key -> path), as every stock planner understands it, and beside it what that flattening loses.
 
     Attributes:
-        skeleton: encoded by ``planners.tree`` with :mod:`dcp_engine.objects`: the containers of the state with their exact types and key
-            types, leaves replaced by their keys. Empty bytes when unknown.
+        skeleton: encoded by ``planners.skeleton`` with :mod:`dcp_engine.objects`: the containers of the state with their exact types and
+            key types, leaves replaced by their keys. Empty bytes when unknown.
         ties: alias key -> key under which the same storage was saved. An alias has no chunks of its own.
     """
 
     def __init__(
         self,
-        mapping: dict[str, tuple[str | int, ...]] | None = None,
+        mapping: dict[str, Path] | None = None,
         *,
         skeleton: bytes = b"",
         ties: dict[str, str] | None = None,
@@ -70,5 +73,5 @@ class PlannerData(dict[str, tuple[str | int, ...]]):
         return (_planner_data, (dict(self), self.skeleton, self.ties))
 
 
-def _planner_data(mapping: dict[str, tuple[str | int, ...]], skeleton: bytes, ties: dict[str, str]) -> PlannerData:
+def _planner_data(mapping: dict[str, Path], skeleton: bytes, ties: dict[str, str]) -> PlannerData:
     return PlannerData(mapping, skeleton=skeleton, ties=ties)
