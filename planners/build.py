@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dcp_engine.errors import KeyMismatchError, MalformedCheckpointError
 from dcp_engine.planners.catalogue import Catalogue
-from dcp_engine.planners.keys import Path, Selection, dotted_prefixes, rename_path
+from dcp_engine.planners.keys import Selection, dotted_prefixes, rename_path
 from dcp_engine.planners.local_shards import is_tensor_like
 from dcp_engine.planners.skeleton import MAPPINGS, Node, decode_skeleton, unflatten
-from dcp_engine.types import PlannerData
+from dcp_engine.types import Path, PlannerData
 
 __all__ = ["build_state", "collapse_containers"]
 

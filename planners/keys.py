@@ -13,6 +13,7 @@ from typing import Final
 
 from dcp_engine.components import DEFAULT_COMPONENT, WELL_KNOWN, ComponentMap
 from dcp_engine.errors import DuplicateKeyError, InvalidOptionError
+from dcp_engine.types import Path
 
 __all__ = [
     "Rename",
@@ -30,8 +31,6 @@ __all__ = [
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """From a key of the checkpoint to the key of the state: prefixes and what replaces them, or a function."""
-
-Path = tuple[str | int, ...]
 
 WRAPPERS: Final = ("module.", "_orig_mod.")
 """Path elements that DistributedDataParallel and torch.compile put into names."""

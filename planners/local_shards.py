@@ -25,7 +25,7 @@ from dcp_engine.compat import is_fake_tensor, is_legacy_sharded_tensor, is_strid
 from dcp_engine.errors import UnsupportedTensorError
 from dcp_engine.planners.geometry import run_boxes
 
-__all__ = ["LocalShard", "LocalTensor", "Split", "describe", "is_tensor_like", "local_runs"]
+__all__ = ["LocalShard", "LocalTensor", "Split", "describe", "is_tensor_like", "local_runs", "speaks_duck_protocol"]
 
 Kind = Literal["plain", "dtensor", "duck", "checkpointable"]
 Shape = tuple[int, ...]
@@ -82,8 +82,13 @@ class Split:
 
 
 def is_tensor_like(value: object) -> bool:
-    """Whether :func:`describe` takes the value: a tensor, or any object that speaks DCP's duck protocol for tensors."""
-    return isinstance(value, torch.Tensor) or (hasattr(value, "__create_chunk_list__") and hasattr(value, "__get_tensor_shard__"))
+    """Whether :func:`describe` takes the value: a tensor, or an object of a class that speaks DCP's duck protocol for tensors."""
+    return isinstance(value, torch.Tensor) or speaks_duck_protocol(value)
+
+
+def speaks_duck_protocol(value: object) -> bool:
+    """Whether the value's class says itself which chunks it holds. Instances are not asked: a dict may have an answer for any attribute."""
+    return hasattr(type(value), "__create_write_items__") or hasattr(type(value), "__create_chunk_list__")
 
 
 def describe(key: str, value: Any, *, loading: bool = False) -> LocalTensor | None:
@@ -115,7 +120,7 @@ def describe(key: str, value: Any, *, loading: bool = False) -> LocalTensor | No
         )
     if isinstance(value, DTensor):
         return _describe_dtensor(key, value, loading)
-    if hasattr(value, "__create_chunk_list__") or hasattr(value, "__create_write_items__"):
+    if speaks_duck_protocol(value):
         return _describe_duck(key, value, value, loading)
     if isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _CHECKPOINTABLE_FIELDS):
         return _describe_checkpointable(key, value, loading)
@@ -191,7 +196,7 @@ def _describe_dtensor(key: str, value: DTensor, loading: bool) -> LocalTensor | 
         local = value.to_local()
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     may_be_replicated = replicated or mesh.size() < world_size
-    if hasattr(local, "__create_chunk_list__") or hasattr(local, "__create_write_items__"):
+    if speaks_duck_protocol(local):
         return _describe_duck(key, local, value, loading)
     local = _checked(key, local, loading)
     for order in _split_orders(splits):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_engine.compat import is_traceable_wrapper
 from dcp_engine.errors import UnsupportedTensorError
+from dcp_engine.planners.local_shards import speaks_duck_protocol
 
 __all__ = ["Materialiser", "is_meta"]
 
@@ -47,7 +48,7 @@ class Materialiser:
             UnsupportedTensorError: a class of tensor that only its owner can build.
         """
         is_dtensor = isinstance(value, DTensor)
-        if not is_dtensor and (hasattr(value, "__create_chunk_list__") or is_traceable_wrapper(value)):
+        if not is_dtensor and (speaks_duck_protocol(value) or is_traceable_wrapper(value)):
             raise UnsupportedTensorError(
                 f"a meta tensor of class {type(value).__qualname__} cannot be given memory",
                 tensor=key,

@@ -16,14 +16,13 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from dcp_engine.errors import DuplicateKeyError, InvalidOptionError, PlanError
 from dcp_engine.objects import encode_object
 from dcp_engine.planners.garbage import without_gc
-from dcp_engine.planners.global_plan import RankPlan, plan_globally
-from dcp_engine.planners.local_plan import LocalState
 from dcp_engine.planners.local_shards import LocalShard
-from dcp_engine.planners.plan_cache import GlobalPlanCache, KnownPlan, LocalPlanCache
-from dcp_engine.planners.plan_records import LocalPlanData, PlanReply, ReusedPlan
 from dcp_engine.planners.replicas import Choice, ReplicaPolicy
-from dcp_engine.planners.tree import decode_skeleton, encode_skeleton, merge_skeletons
-from dcp_engine.types import EncodedObject, EngineMetadata, EngineStorageMeta, PlannerData
+from dcp_engine.planners.save_cache import GlobalPlanCache, KnownPlan, LocalPlanCache, PlanReply, ReusedPlan
+from dcp_engine.planners.save_global import RankPlan, plan_globally
+from dcp_engine.planners.save_local import LocalPlanData, LocalState
+from dcp_engine.planners.skeleton import decode_skeleton, encode_skeleton, merge_skeletons
+from dcp_engine.types import EncodedObject, EngineMetadata, EngineStorageMeta, Path, PlannerData
 
 __all__ = ["BalancedSavePlanner"]
 
@@ -249,7 +248,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
 
     def _plan(self, local: Sequence[RankPlan]) -> KnownPlan:
         made = plan_globally(local, policy=self._policy, split_bytes=self._split_bytes, keep_empty=not self._local.engine)
-        mapping: dict[str, tuple[str | int, ...]] | None = {} if self.flatten_state_dict else None
+        mapping: dict[str, Path] | None = {} if self.flatten_state_dict else None
         for rank, plan in enumerate(local):
             for key, path in (plan.data.mapping or {}).items():
                 if mapping is not None and mapping.setdefault(key, path) != path:

@@ -13,7 +13,6 @@ Everything is iterative, so that depth costs no stack.
 
 from __future__ import annotations
 
-import heapq
 import reprlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -25,28 +24,14 @@ import torch
 from dcp_engine.errors import DuplicateKeyError, KeyMismatchError, StateError, UnencodableObjectError
 from dcp_engine.object_registry import find_by_type
 from dcp_engine.object_types import factory_name
-from dcp_engine.planners.skeleton import Node, decode_skeleton, encode_skeleton, merge_skeletons, unflatten
+from dcp_engine.planners.local_shards import is_tensor_like
+from dcp_engine.planners.skeleton import Node
+from dcp_engine.types import Path
 
-__all__ = [
-    "Assigner",
-    "Flat",
-    "Node",
-    "Path",
-    "assign",
-    "decode_skeleton",
-    "encode_skeleton",
-    "flatten",
-    "is_tensor_like",
-    "merge_skeletons",
-    "unflatten",
-]
-
-Path = tuple[str | int, ...]
-"""DCP's OBJ_PATH: a str is a key of a mapping as text, an int an index of a sequence."""
+__all__ = ["Flat", "assign", "flatten"]
 
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 _LEAVES = _PLAIN | {torch.Tensor, torch.nn.Parameter}
-_DUCK_METHODS = ("__create_write_items__", "__create_chunk_list__")
 
 
 @dataclass(slots=True)
@@ -66,20 +51,11 @@ class Flat:
         leaves: name -> value, in DCP's order.
         paths: name -> DCP's path.
         skeleton: the containers with their exact types, leaves replaced by their names.
-        sites: name -> (index into ``containers``, typed key in it).
-        containers: every container that was traversed, outer ones first.
     """
 
     leaves: dict[str, Any]
     paths: dict[str, Path]
     skeleton: Node
-    sites: dict[str, tuple[int, Any]]
-    containers: list[_Container]
-
-
-def is_tensor_like(value: object) -> bool:
-    """Whether a value is a tensor of any kind (DTensor, subclasses) or speaks DCP's duck protocol for tensors."""
-    return isinstance(value, torch.Tensor) or any(hasattr(type(value), name) for name in _DUCK_METHODS)
 
 
 def flatten(state_dict: Mapping[Any, Any], *, is_leaf: Callable[[object], bool] = is_tensor_like) -> Flat:
@@ -112,7 +88,9 @@ class _Walk:
         self.leaves: dict[str, Any] = {}
         self.paths: dict[str, Path] = {}
         self.sites: dict[str, tuple[int, Any]] = {}
+        """Name -> (index into ``containers``, typed key in it)."""
         self.containers: list[_Container] = []
+        """Every container that was traversed, outer ones first."""
 
     def run(self, state: Mapping[Any, Any]) -> Flat:
         root = self._node(state, "")
@@ -136,7 +114,7 @@ class _Walk:
             else:
                 stack.pop()
                 self._open.discard(id(self.containers[number].value))
-        return Flat(leaves, paths, root, sites, self.containers)
+        return Flat(leaves, paths, root)
 
     def _enter(self, value: Any, parent: int, key: Any, prefix: str, path: Path, node: Node) -> tuple[Any, ...]:
         if id(value) in self._open:
@@ -267,79 +245,6 @@ class _Scan:
         self.opens |= deep if isinstance(child, tuple) else opens
 
 
-class Assigner:
-    """Puts loaded values into the containers of the caller's own state, which stay the same objects.
-
-    Tuples cannot be written: :meth:`finish` makes new ones and puts them into what holds them, up to a container that can.
-
-    Args:
-        flat: the caller's state, flattened. It must not change shape until :meth:`finish`.
-
-    Thread-safety: none; calls must not overlap.
-    """
-
-    def __init__(self, flat: Flat) -> None:
-        self._flat = flat
-        self._elements: dict[int, dict[int, Any]] = {}
-
-    def assign(self, name: str, value: object) -> None:
-        """Put one value in its place.
-
-        Raises:
-            KeyMismatchError: the state has no leaf of that name. Nothing is ever added.
-            StateError: the container has changed since it was flattened, or cannot be written.
-        """
-        site = self._flat.sites.get(name)
-        if site is None:
-            raise KeyMismatchError("the state has no place for a value", tensor=name, unexpected=(name,))
-        self._put(*site, value, name)
-
-    def finish(self) -> None:
-        """Rebuild the tuples of which elements were assigned.
-
-        Raises:
-            StateError: as :meth:`assign`.
-        """
-        # Inner containers have higher numbers, so that a tuple is complete before the one around it is made.
-        queue = [-number for number in self._elements]
-        heapq.heapify(queue)
-        while queue:
-            number = -heapq.heappop(queue)
-            container = self._flat.containers[number]
-            container.value = _with_elements(container.value, self._elements.pop(number))
-            if container.parent not in self._elements and isinstance(self._flat.containers[container.parent].value, tuple):
-                heapq.heappush(queue, -container.parent)
-            self._put(container.parent, container.key, container.value, str(container.key))
-
-    def _put(self, number: int, key: Any, value: object, name: str) -> None:
-        container = self._flat.containers[number].value
-        if isinstance(container, tuple):
-            if container[key] is not value:
-                self._elements.setdefault(number, {})[key] = value
-        else:
-            _set(container, key, value, name)
-
-
-def _with_elements(old: Any, elements: dict[int, Any]) -> Any:
-    new = [elements.get(i, item) for i, item in enumerate(old)]
-    return tuple(new) if type(old) is tuple else type(old)._make(new)
-
-
-def _set(container: Any, key: Any, value: object, name: str) -> None:
-    present = key in container if isinstance(container, Mapping) else key < len(container)
-    if not present:
-        raise StateError("the state changed while it was loaded", tensor=name, remedy="do not touch the state during a load")
-    if container[key] is value:
-        return
-    if not isinstance(container, MutableMapping | list):
-        raise StateError(
-            f"a {type(container).__module__}.{type(container).__qualname__} cannot be written",
-            tensor=name,
-            remedy="use a dict in its place",
-        )
-    container[key] = value
-
-
 def assign(state: Mapping[Any, Any], path: Path, value: object) -> None:
     """Put one value into a state by DCP's path, rebuilding tuples on the way.
 
@@ -368,9 +273,16 @@ def assign(state: Mapping[Any, Any], path: Path, value: object) -> None:
         if container[key] is value:
             return
         if not isinstance(container, tuple):
-            _set(container, key, value, name)
+            if not isinstance(container, MutableMapping | list):
+                raise StateError(
+                    f"a {type(container).__module__}.{type(container).__qualname__} cannot be written",
+                    tensor=name,
+                    remedy="use a dict in its place",
+                )
+            container[key] = value
             return
-        value = _with_elements(container, {key: value})
+        elements = (*container[:key], value, *container[key + 1 :])
+        value = elements if type(container) is tuple else type(container)._make(elements)  # type: ignore[attr-defined]
 
 
 _NOWHERE: Any = object()
@@ -381,7 +293,7 @@ def _find_key(container: Any, segment: str | int) -> Any:
         if segment in container:
             return segment
         text = str(segment)
-        if text.isdecimal() and text == str(int(text)) and int(text) in container:
+        if text.isdecimal() and len(text) < 20 and text == str(int(text)) and int(text) in container:
             return int(text)  # an optimizer's state by number: not to be searched for each of its values
         return next((key for key in container if type(key) is not str and str(key) == text), _NOWHERE)
     if isinstance(container, list | tuple) and isinstance(segment, int) and 0 <= segment < len(container):

@@ -40,7 +40,8 @@ from dcp_engine.errors import (
 )
 from dcp_engine.planners.keys import strip
 from dcp_engine.planners.load import ReshardLoadPlanner
-from dcp_engine.planners.tree import encode_skeleton, flatten
+from dcp_engine.planners.skeleton import encode_skeleton
+from dcp_engine.planners.tree import flatten
 from dcp_engine.types import EngineMetadata, PlannerData
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

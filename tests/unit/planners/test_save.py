@@ -26,7 +26,7 @@ from dcp_engine.errors import (
 from dcp_engine.objects import decode_object
 from dcp_engine.planners import BalancedSavePlanner
 from dcp_engine.planners import save as save_module
-from dcp_engine.planners.plan_records import ReusedPlan
+from dcp_engine.planners.save_cache import ReusedPlan
 from dcp_engine.types import EncodedObject, EngineMetadata, EngineStorageMeta, PlannerData
 
 State = dict[str, Any]

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcp_engine.errors import PlanError, ReplicaMismatchError
 from dcp_engine.planners.balance import Piece, Unit, assign
 from dcp_engine.planners.geometry import TilingFault, as_boxes, check_tiling
-from dcp_engine.planners.plan_records import LocalPlanData
 from dcp_engine.planners.replicas import ReplicaPolicy
+from dcp_engine.planners.save_local import LocalPlanData
 from dcp_engine.planners.ties import agreed_ties
 
 __all__ = ["GlobalPlan", "RankPlan", "plan_globally"]

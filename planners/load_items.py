@@ -1,22 +1,24 @@
-"""Which pieces of which stored chunks fill the boxes that a rank wants of one tensor."""
+"""The items of a load plan: which pieces of which stored chunks fill the boxes that a rank wants. A plan that keeps them at home."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from dcp_engine.errors import CorruptCheckpointError
+from dcp_engine.errors import CorruptCheckpointError, PlanError
 from dcp_engine.planners.geometry import TilingFault, as_boxes, check_tiling, intersect
 from dcp_engine.planners.local_shards import LocalTensor
 
-__all__ = ["object_item", "tensor_items"]
+__all__ = ["LeanLoadPlan", "object_item", "tensor_items", "with_items"]
 
 Int64s = NDArray[np.int64]
 
@@ -144,3 +146,38 @@ def _not_covered(stored_key: str, local: LocalTensor, number: int, fault: Tiling
         found=f"{'nothing' if fault.kind == 'hole' else 'several chunks'} at {where}, sizes {list(fault.sizes)}",
         remedy="take another checkpoint",
     )
+
+
+@dataclass
+class LeanLoadPlan(LoadPlan):
+    """A load plan that leaves its items at home when it travels: no rank but its own needs them.
+
+    DCP gathers all local plans on the coordinator and scatters them back, by pickle. A million read items take minutes there, and nobody
+    looks. ``items`` are complete on the rank that made the plan, and empty once it was pickled. Only for our own reader, which agrees.
+
+    Attributes:
+        num_left: number of items that the pickled plan left at home.
+    """
+
+    num_left: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LeanLoadPlan, ([], self.storage_data, self.planner_data, self.num_left + len(self.items))
+
+
+def with_items(plan: LoadPlan, items: Sequence[ReadItem]) -> LoadPlan:
+    """``plan`` with the items that it left at home, which are ``items``; any other plan as it is.
+
+    Raises:
+        PlanError: somebody added items or took some away, which pickling then lost.
+    """
+    if not isinstance(plan, LeanLoadPlan) or not plan.num_left:
+        return plan
+    if plan.items or plan.num_left != len(items):
+        raise PlanError(
+            "the items of a load plan were changed on their way",
+            expected=len(items),
+            found=plan.num_left + len(plan.items),
+            remedy="change items in finish_plan",
+        )
+    return replace(plan, items=list(items), num_left=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,34 @@ from dcp_engine.errors import StateError, UnencodableObjectError, UnsupportedTen
 from dcp_engine.objects import encode_object
 from dcp_engine.planners.local_shards import LocalTensor, describe, is_tensor_like
 from dcp_engine.planners.replicas import ContentDigests
+from dcp_engine.planners.skeleton import encode_skeleton
 from dcp_engine.planners.ties import find_ties
-from dcp_engine.planners.tree import encode_skeleton, flatten
+from dcp_engine.planners.tree import flatten
+from dcp_engine.types import Path
 
-__all__ = ["LocalState"]
+__all__ = ["LocalPlanData", "LocalState"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlanData:
+    """``planner_data`` of a local plan.
+
+    Attributes:
+        digests: content of each item, ``[num_items]``; 0 where this rank knows that no other holds the same box.
+        object_bytes: encoded size of each item that is an object, ``[num_items]``; 0 for tensors and where it is unknown.
+        cached_plan_id: the items are those that this rank sent when the plan of this id was made, and are not sent again; nor are the
+            fields below.
+        mapping: key -> typed path; None where the state was not flattened.
+        skeleton: the state's containers, encoded.
+        ties: alias key -> key with the same memory on this rank.
+    """
+
+    digests: NDArray[np.uint64]
+    object_bytes: NDArray[np.int64]
+    cached_plan_id: str | None = None
+    mapping: Mapping[str, Path] | None = None
+    skeleton: bytes = b""
+    ties: Mapping[str, str] = field(default_factory=dict)
 
 
 class LocalState:
@@ -44,7 +69,7 @@ class LocalState:
 
     def __init__(self, state_dict: Mapping[str, Any], *, flattened: bool, engine: bool) -> None:
         self.engine = engine
-        self.paths: dict[str, tuple[str | int, ...]] | None = None
+        self.paths: dict[str, Path] | None = None
         self.skeleton = b""
         self.encoded: dict[str, bytes] = {}
         self.tensors: dict[str, LocalTensor] = {}
@@ -61,7 +86,7 @@ class LocalState:
     def describe(self) -> None:
         """Find the boxes of all tensors."""
         for key, value in self.leaves.items():
-            if is_tensor_like(value) or hasattr(value, "__create_write_items__"):
+            if is_tensor_like(value):
                 tensor = describe(key, value)
                 if tensor is None:
                     self._absent.add(key)

@@ -15,13 +15,29 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dcp_engine.errors import PlanError
-from dcp_engine.planners.global_plan import GlobalPlan, RankPlan
-from dcp_engine.planners.plan_records import LocalPlanData
+from dcp_engine.planners.save_global import GlobalPlan, RankPlan
+from dcp_engine.planners.save_local import LocalPlanData
+from dcp_engine.types import Path
 
-__all__ = ["GlobalPlanCache", "KnownPlan", "LocalPlanCache"]
+__all__ = ["GlobalPlanCache", "KnownPlan", "LocalPlanCache", "PlanReply", "ReusedPlan"]
 
 _NUM_KEPT = 3
 """Ranks whose save failed late may be a plan or two behind the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReply:
+    """``planner_data`` of a plan on its way back to a rank: the id under which the coordinator keeps it."""
+
+    plan_id: str
+
+
+@dataclass(frozen=True)
+class ReusedPlan(SavePlan):
+    """A plan that its rank has already: its items stay behind when it is sent."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "items": []}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +62,7 @@ class KnownPlan:
     plan_id: str
     local: tuple[RankPlan, ...]
     made: GlobalPlan
-    mapping: dict[str, tuple[str | int, ...]] | None
+    mapping: dict[str, Path] | None
     skeleton: bytes
     order: NDArray[np.int64]
     """Positions of all replicas in the digests of all ranks, one after the other, group by group."""
@@ -54,9 +70,7 @@ class KnownPlan:
     """For each of these positions, where its group begins in ``order``."""
 
     @classmethod
-    def of(
-        cls, plan_id: str, local: Sequence[RankPlan], made: GlobalPlan, mapping: dict[str, tuple[str | int, ...]] | None, skeleton: bytes
-    ) -> KnownPlan:
+    def of(cls, plan_id: str, local: Sequence[RankPlan], made: GlobalPlan, mapping: dict[str, Path] | None, skeleton: bytes) -> KnownPlan:
         """Derives the positions of the replicas."""
         first = np.concatenate(([0], np.cumsum([len(plan.items) for plan in local], dtype=np.int64)))
         order = np.array([first[rank] + number for group in made.replicas for rank, number in group], dtype=np.int64)
