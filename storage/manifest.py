@@ -306,6 +306,15 @@ class Manifest:
         )
 
     @cached_property
+    def _last_blocks(self) -> _I64:
+        return self.table.chunk_first_block + self.table.chunk_num_blocks - 1
+
+    def chunks_of_block(self, block: int) -> range:
+        """Ids of the chunks that have bytes in a block: a range, since chunks come in the order of their bytes."""
+        first = int(np.searchsorted(self._last_blocks, block))
+        return range(first, int(np.searchsorted(self.table.chunk_first_block, block, side="right")))
+
+    @cached_property
     def block_file(self) -> _I64:
         """Index of the file of each block."""
         return np.repeat(np.arange(len(self.files)), [file.num_blocks for file in self.files])

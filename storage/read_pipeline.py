@@ -17,7 +17,7 @@ from dcp_engine.storage import dtypes
 from dcp_engine.storage.codecs import RAW, Scratch, decode_block
 from dcp_engine.storage.digest import block_digest
 from dcp_engine.storage.limits import BLOCK_BYTES
-from dcp_engine.storage.read_plan import BlockPlan, Span, plan_reads
+from dcp_engine.storage.read_plan import BlockPlan, Span, plan_reads, read_budget
 from dcp_engine.storage.read_targets import Wanted, open_target
 from dcp_engine.storage.records import PipelineOptions, ReadRequest
 from dcp_engine.storage.shard_files import ShardFiles
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from dcp_engine.storage.manifest import Manifest
 
 __all__ = ["read_chunks"]
-
-_SPAN_BYTES = 2 * BLOCK_BYTES
 
 
 def read_chunks(
@@ -64,14 +62,12 @@ def read_chunks(
 
     Thread-safety: several calls may share a pool.
     """
-    span_bytes = max(BLOCK_BYTES, min(_SPAN_BYTES, options.bytes_in_flight // (2 * pool.threads)))
+    span_bytes, num_workers = read_budget(options.bytes_in_flight, pool.threads)
     plan = plan_reads(manifest, requests, span_bytes=span_bytes, path=path)
-    # A worker holds at most the stored bytes of its span and one decoded block.
-    limit = options.bytes_in_flight // (span_bytes + BLOCK_BYTES)
     uses = Counter(span.file for span in plan.spans)
     with closing(ShardFiles(manifest, open_file, uses, path=path)) as files:
         reader = _SpanReader(manifest, files, requests, plan.block_offsets, options, path)
-        pool.for_each(plan.spans, reader.read, limit=limit)
+        pool.for_each(plan.spans, reader.read, limit=num_workers)
     for request in plan.empty:
         request.commit()
 

@@ -20,7 +20,9 @@ from dcp_engine.storage.records import ReadRequest
 if TYPE_CHECKING:
     from dcp_engine.storage.manifest import Manifest
 
-__all__ = ["BlockPlan", "ReadPlan", "Span", "plan_reads"]
+__all__ = ["BlockPlan", "ReadPlan", "Span", "plan_reads", "read_budget"]
+
+_MAX_SPAN_BYTES = 2 * BLOCK_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +69,24 @@ class ReadPlan:
     spans: list[Span]
     block_offsets: list[int]
     empty: list[ReadRequest]
+
+
+def read_budget(bytes_in_flight: int, num_threads: int) -> tuple[int, int]:
+    """How much a worker reads at once, and how many may work at once, so that all together stay within a bound.
+
+    A worker holds the stored bytes of its span, twice where the storage hands over memory of its own; one decoded block; and the planes
+    that it is joined from.
+
+    Args:
+        bytes_in_flight: the bound.
+        num_threads: workers there are.
+
+    Returns:
+        Bytes of a span, one or two blocks; and the number of workers, at least one, which needs 16 MiB however small the bound is.
+    """
+    share = bytes_in_flight // num_threads - 2 * BLOCK_BYTES
+    span_bytes = min(max(share // 2, BLOCK_BYTES), _MAX_SPAN_BYTES)
+    return span_bytes, max(1, min(num_threads, bytes_in_flight // (2 * span_bytes + 2 * BLOCK_BYTES)))
 
 
 def plan_reads(manifest: Manifest, requests: Sequence[ReadRequest], *, span_bytes: int, path: str | None) -> ReadPlan:

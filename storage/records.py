@@ -70,7 +70,8 @@ class PipelineOptions:
     Attributes:
         threads: number of worker threads.
         bytes_in_flight: bound on the bytes that one pipeline holds: raw bytes loaded, encoded bytes waiting to be written, buffers of
-            reads. A chunk is loaded whole, so one larger than half of the bound counts as half; and one block is always allowed.
+            reads. A chunk is loaded whole, so one larger than half of the bound counts as half; and one block is always in work, which
+            takes up to 16 MiB when it is read.
         codec: "raw", "zstd", "planes" or "auto" (writing only).
         level: zstd level (writing only).
         verify: check block digests (reading only). Sizes, structure and padding are always checked.

@@ -16,17 +16,16 @@ from dcp_engine.storage import dtypes
 from dcp_engine.storage.backends import ReadFile
 from dcp_engine.storage.codecs import Scratch, decode_block
 from dcp_engine.storage.digest import block_digest
-from dcp_engine.storage.limits import BLOCK_BYTES
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
 from dcp_engine.storage.publish import open_checkpoint
 from dcp_engine.storage.ranges import group_adjacent
+from dcp_engine.storage.read_plan import read_budget
 from dcp_engine.storage.shard_files import check_shard_file
 from dcp_engine.storage.workers import WorkerPool
 
 __all__ = ["VerifyReport", "verify_checkpoint"]
 
-_SPAN_BYTES = 2 * BLOCK_BYTES
 _MAX_FAULTS = 1000
 
 
@@ -72,7 +71,7 @@ def verify_checkpoint(
     Args:
         path: directory or URL of the checkpoint.
         threads: worker threads; ``None``: the CPUs that this process may use, at most 8.
-        bytes_in_flight: bytes held at once; at least 4 MiB.
+        bytes_in_flight: bytes held at once; at least 4 MiB, of which one worker takes 16 whatever the bound.
         storage_options: keyword arguments of the fsspec file system of a URL.
 
     Returns:
@@ -119,10 +118,10 @@ def _verify_file(walk: _Walk, pool: WorkerPool, bytes_in_flight: int) -> None:
         walk.report(-1, error)
     manifest = walk.manifest
     first, last = np.searchsorted(manifest.block_file, [walk.index, walk.index + 1]).tolist()
-    span_bytes = max(BLOCK_BYTES, min(_SPAN_BYTES, bytes_in_flight // (2 * pool.threads)))
+    span_bytes, num_workers = read_budget(bytes_in_flight, pool.threads)
     positions, extents = manifest.block_position[first:last].tolist(), manifest.block_extent[first:last].tolist()
     spans = [(first + start, first + stop) for start, stop in group_adjacent(positions, extents, span_bytes)]
-    pool.for_each(spans, walk.check_span, limit=bytes_in_flight // (span_bytes + BLOCK_BYTES))
+    pool.for_each(spans, walk.check_span, limit=num_workers)
 
 
 class _Walk:
@@ -174,19 +173,11 @@ class _Walk:
             raise DigestMismatchError(f"the stored bytes of {name} are damaged", expected=f"{expected:016x}", found=f"{found:016x}")
         raw_bytes = int(table.block_raw_bytes[block])
         decoded = scratch.buffer("block", raw_bytes).data[:raw_bytes]
-        chunk = self._chunks(block)[0]
+        chunk = self.manifest.chunks_of_block(block)[0]
         dtype = dtypes.of_code(int(table.entry_dtypes[table.chunk_entries[chunk]]))
         decode_block(int(table.block_codecs[block]), stored, decoded, dtype, scratch)
 
-    def _chunks(self, block: int) -> list[int]:
-        """Chunks that have bytes in a block: chunks come in the order of their bytes."""
-        table = self.manifest.table
-        last_blocks = table.chunk_first_block + table.chunk_num_blocks - 1
-        first = int(np.searchsorted(last_blocks, block))
-        last = int(np.searchsorted(table.chunk_first_block, block, side="right"))
-        return list(range(first, last))
-
     def _tensors(self, block: int) -> str:
-        chunks = self._chunks(block)
+        chunks = self.manifest.chunks_of_block(block)
         name = self.manifest.names[int(self.manifest.table.chunk_entries[chunks[0]])]
         return name if len(chunks) == 1 else f"{name} and {len(chunks) - 1} more in one block"

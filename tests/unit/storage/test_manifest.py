@@ -303,3 +303,8 @@ def test_a_hostile_claim_costs_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_the_chunks_of_a_block_are_known() -> None:
+    manifest = sample()
+    assert [list(manifest.chunks_of_block(block)) for block in range(8)] == [[0], [0], [1, 2], [3], [4], [4], [5, 6], [7]]
