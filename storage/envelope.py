@@ -37,9 +37,11 @@ __all__ = [
     "MANIFEST_MAGIC",
     "Marker",
     "Record",
+    "check_body",
     "check_header",
     "encode_marker",
     "header_bytes",
+    "nonce_bytes",
     "open_body",
     "pack_record",
     "parse_marker",
@@ -219,8 +221,8 @@ def parse_record(data: bytes, magic: bytes, *, file: str, path: str | None = Non
     return Record(version, stored_bytes, raw_bytes, sha256)
 
 
-def open_body(record: Record, stored: bytes | memoryview, *, file: str, path: str | None = None) -> bytes:
-    """Check and decompress the body that a record describes.
+def check_body(record: Record, stored: bytes | memoryview, *, file: str, path: str | None = None) -> None:
+    """Check the body that a record describes, without decompressing it.
 
     Raises:
         TruncatedFileError: not of the recorded length.
@@ -236,9 +238,21 @@ def open_body(record: Record, stored: bytes | memoryview, *, file: str, path: st
         raise DigestMismatchError("a manifest or footer is damaged", file=file, path=path, expected=record.sha256.hex(), found=found.hex())
     try:
         check_frame(memoryview(stored), record.raw_bytes)
+    except MalformedCheckpointError as error:
+        raise _undecodable(error, file=file, path=path) from error
+
+
+def open_body(record: Record, stored: bytes | memoryview, *, file: str, path: str | None = None) -> bytes:
+    """Check and decompress the body that a record describes. Raises as :func:`check_body`."""
+    check_body(record, stored, file=file, path=path)
+    try:
         return zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
-    except (zstandard.ZstdError, MalformedCheckpointError) as error:
-        raise MalformedCheckpointError("a manifest or footer cannot be decompressed", file=file, path=path, found=str(error)) from error
+    except zstandard.ZstdError as error:
+        raise _undecodable(error, file=file, path=path) from error
+
+
+def _undecodable(error: Exception, *, file: str, path: str | None) -> MalformedCheckpointError:
+    return MalformedCheckpointError("a manifest or footer cannot be decompressed", file=file, path=path, found=str(error))
 
 
 @dataclass(frozen=True, slots=True)

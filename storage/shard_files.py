@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from dcp_engine.errors import DigestMismatchError, TruncatedFileError
-from dcp_engine.storage.envelope import FOOTER_MAGIC, check_header, open_body, parse_record
+from dcp_engine.storage.envelope import FOOTER_MAGIC, check_body, check_header, parse_record
 from dcp_engine.storage.limits import HEADER_BYTES, RECORD_BYTES
 
 if TYPE_CHECKING:
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 __all__ = ["ShardFiles", "check_shard_file"]
 
 
-def check_shard_file(file: ReadFile, manifest: Manifest, index: int, *, path: str | None) -> bytes:
+def check_shard_file(file: ReadFile, manifest: Manifest, index: int, *, path: str | None) -> None:
     """Check everything of a shard file but its blocks: size, header, footer.
+
+    The footer is the one that the manifest knows, byte for byte, so that what it says need not be looked at.
 
     Args:
         file: the opened file.
         manifest: what the file must fit.
         index: which of the manifest's files it is.
         path: directory of the checkpoint, for messages.
-
-    Returns:
-        The decompressed body of the footer.
 
     Raises:
         TruncatedFileError, MalformedCheckpointError, DigestMismatchError, UnsupportedVersionError: naming the file.
@@ -66,7 +65,7 @@ def check_shard_file(file: ReadFile, manifest: Manifest, index: int, *, path: st
         )
     stored = bytearray(footer.stored_bytes)
     file.read_into(footer_position, [memoryview(stored)])
-    return open_body(footer, memoryview(stored), file=record.name, path=path)
+    check_body(footer, memoryview(stored), file=record.name, path=path)
 
 
 class ShardFiles:
