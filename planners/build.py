@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from dcp_engine.errors import KeyMismatchError, MalformedCheckpointError
+from dcp_engine.memory import require_memory
 from dcp_engine.planners.catalogue import Catalogue
 from dcp_engine.planners.keys import Selection, dotted_prefixes, rename_path
 from dcp_engine.planners.local_shards import is_tensor_like
@@ -40,12 +41,17 @@ def build_state(
 
     Raises:
         MalformedCheckpointError: recorded paths or containers that no state has.
+        LimitExceededError: the machine has less memory than the tensors take.
     """
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
+    on_cpu, num_bytes = torch.empty(0, device=device).device.type == "cpu", 0
     for name, entry in catalogue.entries.items():
         if isinstance(entry.stored, TensorStorageMetadata):
             if entry.owner not in tensors:
+                num_bytes += entry.stored.size.numel() * entry.stored.properties.dtype.itemsize
+                if on_cpu:
+                    require_memory(num_bytes, what="the state in this checkpoint", tensor=entry.key)
                 tensors[entry.owner] = torch.empty(entry.stored.size, dtype=entry.stored.properties.dtype, device=device)
             values[name] = tensors[entry.owner]
         else:

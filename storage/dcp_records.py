@@ -38,13 +38,16 @@ from torch.distributed.checkpoint.planner import (
 
 from dcp_engine.components import ComponentMap
 from dcp_engine.errors import (
+    DcpEngineError,
     DtypeMismatchError,
     KindMismatchError,
+    MalformedCheckpointError,
     PlanError,
     ShapeMismatchError,
     UnencodableObjectError,
     UntrustedDataError,
 )
+from dcp_engine.memory import require_memory
 from dcp_engine.objects import decode_object, encode_object
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.manifest import Manifest
@@ -327,18 +330,21 @@ def metadata_of_manifest(manifest: Manifest, *, path: str, manifest_sha256: str)
     """DCP's view of a checkpoint. Chunks are listed in the manifest's order, so that an index hint of a read item is the position there.
 
     Raises:
-        MalformedCheckpointError: the planner data of the manifest cannot be decoded.
+        MalformedCheckpointError: the planner data or the metadata of the manifest cannot be decoded, or is of another kind.
     """
     state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name in (*manifest.names, *manifest.aliases):
         entry = manifest.entry_id(name)
         assert entry is not None
         state[name] = _entry_metadata(manifest, entry)
-    planner_data = decode_object(manifest.planner_data, key="planner_data") if manifest.planner_data else None
+    planner_data = _decoded(manifest.planner_data, "planner_data", path) if manifest.planner_data else None
     if manifest.skeleton:
-        planner_data = PlannerData(planner_data, skeleton=manifest.skeleton, ties=manifest.aliases)  # type: ignore[arg-type]
-    metadata = decode_object(manifest.metadata, key="metadata") if manifest.metadata else {}
-    assert isinstance(metadata, dict)
+        if not isinstance(planner_data, dict) or not {tuple}.issuperset(map(type, planner_data.values())):
+            raise _malformed(path, "planner_data", "a dict of paths", planner_data)
+        planner_data = PlannerData(planner_data, skeleton=manifest.skeleton, ties=manifest.aliases)
+    metadata = _decoded(manifest.metadata, "metadata", path) if manifest.metadata else {}
+    if not isinstance(metadata, dict) or not isinstance(user_metadata := metadata.get("user", {}), dict):
+        raise _malformed(path, "metadata", "a dict, with a dict under 'user'", metadata)
     return EngineMetadata(
         state_dict_metadata=state,
         planner_data=planner_data,
@@ -349,7 +355,21 @@ def metadata_of_manifest(manifest: Manifest, *, path: str, manifest_sha256: str)
         saved_at=manifest.saved_at,
         nonce=manifest.nonce,
         manifest_sha256=manifest_sha256,
-        user_metadata=metadata.get("user", {}),
+        user_metadata=user_metadata,
+    )
+
+
+def _decoded(data: bytes, field: str, path: str) -> object:
+    try:
+        return decode_object(data, key=field)
+    except DcpEngineError as error:
+        error.path, error.file, error.tensor = path, "MANIFEST", None
+        raise
+
+
+def _malformed(path: str, field: str, expected: str, found: object) -> MalformedCheckpointError:
+    return MalformedCheckpointError(
+        f"the manifest's {field} is of another kind", path=path, file="MANIFEST", expected=expected, found=type(found).__name__
     )
 
 
@@ -482,6 +502,7 @@ def _object_request(
 
     def open_() -> NDArray[Any]:
         nonlocal buffer
+        require_memory(nbytes, what="an object", tensor=key)
         buffer = np.empty(nbytes, dtype=np.uint8)
         return buffer
 
