@@ -46,7 +46,7 @@ def run_demo(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProce
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert (tmp_path / "report.json").exists(), result.stdout + result.stderr
@@ -55,6 +55,7 @@ def run_demo(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProce
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # five jobs of up to four processes, on cores that other tests use, too
 def test_run_that_was_killed_equals_the_run_that_never_stopped(tmp_path: Path) -> None:
     result, report = run_demo(tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -82,6 +83,7 @@ def test_run_that_was_killed_equals_the_run_that_never_stopped(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # five jobs of up to four processes, on cores that other tests use, too
 def test_lost_rng_fails_the_proof_and_is_named(tmp_path: Path) -> None:
     result, report = run_demo(tmp_path, "--drop", "rng")
     assert result.returncode == 1
