@@ -18,9 +18,9 @@ from dcp_engine.objects import encode_object
 from dcp_engine.planners.garbage import without_gc
 from dcp_engine.planners.local_shards import LocalShard
 from dcp_engine.planners.replicas import Choice, ReplicaPolicy
-from dcp_engine.planners.save_cache import GlobalPlanCache, KnownPlan, LocalPlanCache, PlanReply, ReusedPlan
+from dcp_engine.planners.save_cache import GlobalPlanCache, KnownPlan, LocalPlanCache, ReusedPlan
 from dcp_engine.planners.save_global import RankPlan, plan_globally
-from dcp_engine.planners.save_local import LocalPlanData, LocalState
+from dcp_engine.planners.save_local import LocalPlanData, LocalState, PlanRef
 from dcp_engine.planners.skeleton import decode_skeleton, encode_skeleton, merge_skeletons
 from dcp_engine.types import EncodedObject, EngineMetadata, EngineStorageMeta, Path, PlannerData
 
@@ -28,7 +28,8 @@ __all__ = ["BalancedSavePlanner"]
 
 DEFAULT_SPLIT_BYTES = 1 << 18
 
-_EXTENSION_POINTS = ("lookup_object", "transform_object", "resolve_data")
+_CONTENT_CALLS = ("lookup_object", "transform_object", "resolve_data")
+_PLAN_CALLS = ("create_local_plan", "create_global_plan", "finish_plan")
 _NOT_PICKLED = frozenset(
     ("_local", "state_dict", "mappings", "plan", "global_plan", "metadata", "_cache", "_earlier", "_layout", "_global_cache"),
 )
@@ -58,7 +59,8 @@ class BalancedSavePlanner(DefaultSavePlanner):
             that of the lowest rank (BatchNorm's running statistics under DDP, say); ``"error"``, as for keys that match none: refuse.
         split_bytes: replicated tensors of at least this size may be split over their holders; at least 4.
         cache_plans: keep the plan, and while the state's layout is unchanged send only contents' digests to the coordinator. The cache is
-            this instance's, and an error drops it.
+            this instance's, and an error drops it: make or replace planners on all ranks together, one for each process group. Plans are
+            made anew at every save where the writer is not ours or a subclass overrides calls 2 to 4, since either may look at the items.
 
     Raises:
         InvalidOptionError: an option is out of range.
@@ -113,18 +115,18 @@ class BalancedSavePlanner(DefaultSavePlanner):
             UnsupportedTensorError: a tensor that cannot be stored. UnencodableObjectError: an object that the format cannot hold.
         """
         # Taken out, and put back by finish_plan: whatever fails in between, the next save plans afresh.
-        cache, self._cache = self._cache, None
+        cache, self._cache = self._cache if self._reuses_plans() else None, None
         with without_gc():
             self._local.describe()
-            ties = self._local.ties() if self._local.engine and not self._changes_contents() else {}
+            ties = self._local.ties() if self._local.engine and not self._overrides(_CONTENT_CALLS) else {}
             layout = (*self._local.layout(), ties)
             digests, object_bytes = self._local.contents(replicated=_num_ranks() > 1)
             self._layout = layout
             self._earlier = cache if cache is not None and cache.layout == layout else None
             if self._earlier is not None:
-                self.plan = SavePlan([], planner_data=LocalPlanData(digests, object_bytes, self._earlier.plan_id))
+                self.plan = SavePlan([], planner_data=LocalPlanData(digests, object_bytes, self._earlier.ref))
             else:
-                data = LocalPlanData(digests, object_bytes, None, self._local.paths, self._local.skeleton, ties)
+                data = LocalPlanData(digests, object_bytes, None, self._local.paths, self._local.skeleton, ties, self._local.unheld())
                 self.plan = SavePlan(self._local.items(), planner_data=data)
         return self.plan
 
@@ -143,13 +145,12 @@ class BalancedSavePlanner(DefaultSavePlanner):
             else:
                 known = self._plan(local)
                 plan_class = SavePlan
-        reply = PlanReply(known.plan_id)
         self.global_plan = [
-            plan_class(items, storage_data=plan.storage_data, planner_data=reply, usable=plan.usable)
-            for items, plan in zip(known.made.items, all_plans, strict=True)
+            plan_class(items, storage_data=plan.storage_data, planner_data=PlanRef(known.plan_id, rank), usable=plan.usable)
+            for rank, (items, plan) in enumerate(zip(known.made.items, all_plans, strict=True))
         ]
         self.metadata = self._describe(known)
-        if self._cache_plans:
+        if self._reuses_plans():
             cache.add(known)
             self._global_cache = cache
         return self.global_plan, self.metadata
@@ -160,18 +161,18 @@ class BalancedSavePlanner(DefaultSavePlanner):
         Raises:
             PlanError: the coordinator used another planner, or its answer does not belong to this save.
         """
-        reply = new_plan.planner_data
+        ref = new_plan.planner_data
         reused = isinstance(new_plan, ReusedPlan)
-        if not isinstance(reply, PlanReply) or (reused and (self._earlier is None or self._earlier.plan_id != reply.plan_id)):
+        if not isinstance(ref, PlanRef) or (reused and (self._earlier is None or self._earlier.ref != ref)):
             raise PlanError(
                 "the plan that came back was not made for what this rank sent",
                 expected="the plan of a BalancedSavePlanner on the coordinator",
-                found=f"planner_data of type {type(reply).__name__}",
+                found=f"planner_data of type {type(ref).__name__}",
                 remedy="pass the same kind of planner to dcp.save on every rank",
             )
         items = self._earlier.items if reused and self._earlier is not None else new_plan.items
-        if self._cache_plans:
-            self._cache = LocalPlanCache(reply.plan_id, self._layout, items)
+        if self._reuses_plans():
+            self._cache = LocalPlanCache(ref, self._layout, items)
         self._earlier = None
         mine = {item.index.fqn for item in items if item.type is WriteItemType.BYTE_IO}
         self._local.encoded = {key: data for key, data in self._local.encoded.items() if key in mine}
@@ -242,21 +243,35 @@ class BalancedSavePlanner(DefaultSavePlanner):
         self._earlier = None
         self._global_cache = GlobalPlanCache()
 
-    def _changes_contents(self) -> bool:
-        """Whether a subclass may store other values than the state's."""
-        return any(getattr(type(self), name) is not getattr(BalancedSavePlanner, name) for name in _EXTENSION_POINTS)
+    def _overrides(self, calls: Sequence[str]) -> bool:
+        """Whether a subclass may change what these calls do."""
+        return any(getattr(type(self), name) is not getattr(BalancedSavePlanner, name) for name in calls)
+
+    def _reuses_plans(self) -> bool:
+        """Whether nobody but us looks at the items, which a plan of the cache lacks on its way."""
+        return self._cache_plans and self._local.engine and not self._overrides(_PLAN_CALLS)
 
     def _plan(self, local: Sequence[RankPlan]) -> KnownPlan:
         made = plan_globally(local, policy=self._policy, split_bytes=self._split_bytes, keep_empty=not self._local.engine)
         mapping: dict[str, Path] | None = {} if self.flatten_state_dict else None
+        skeletons: dict[bytes, int] = {}
         for rank, plan in enumerate(local):
+            if (plan.data.mapping is None) == self.flatten_state_dict:
+                raise PlanError(
+                    "ranks name their state in different ways",
+                    rank=rank,
+                    expected=f"flatten_state_dict={self.flatten_state_dict}, as on the coordinator",
+                    remedy="make the planner with the same options on every rank",
+                )
+            if plan.data.skeleton:
+                skeletons.setdefault(plan.data.skeleton, rank)
             for key, path in (plan.data.mapping or {}).items():
                 if mapping is not None and mapping.setdefault(key, path) != path:
                     raise DuplicateKeyError("two paths of different ranks have one name", tensor=key, rank=rank, found=(mapping[key], path))
-        skeletons = list(dict.fromkeys(plan.data.skeleton for plan in local if plan.data.skeleton))
+        skeleton = next(iter(skeletons), b"")
         if len(skeletons) > 1:
-            skeletons = [encode_skeleton(merge_skeletons([decode_skeleton(skeleton) for skeleton in skeletons]))]
-        return KnownPlan.of(uuid.uuid4().hex, local, made, mapping, skeletons[0] if skeletons else b"")
+            skeleton = encode_skeleton(merge_skeletons([decode_skeleton(data) for data in skeletons], list(skeletons.values())))
+        return KnownPlan.of(uuid.uuid4().hex, local, made, mapping, skeleton)
 
     def _describe(self, known: KnownPlan) -> Metadata:
         """New at every save: the writer fills it in."""

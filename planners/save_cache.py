@@ -16,20 +16,13 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dcp_engine.errors import PlanError
 from dcp_engine.planners.save_global import GlobalPlan, RankPlan
-from dcp_engine.planners.save_local import LocalPlanData
+from dcp_engine.planners.save_local import LocalPlanData, PlanRef
 from dcp_engine.types import Path
 
-__all__ = ["GlobalPlanCache", "KnownPlan", "LocalPlanCache", "PlanReply", "ReusedPlan"]
+__all__ = ["GlobalPlanCache", "KnownPlan", "LocalPlanCache", "ReusedPlan"]
 
 _NUM_KEPT = 3
-"""Ranks whose save failed late may be a plan or two behind the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanReply:
-    """``planner_data`` of a plan on its way back to a rank: the id under which the coordinator keeps it."""
-
-    plan_id: str
+"""A rank that sat out saves of a smaller process group is a plan or two behind the others."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +38,12 @@ class LocalPlanCache:
     """A rank's last plan.
 
     Attributes:
-        plan_id: under which the coordinator keeps it.
+        ref: its name on the coordinator.
         layout: everything that the plan followed from, but for contents.
         items: the final local plan.
     """
 
-    plan_id: str
+    ref: PlanRef
     layout: Any
     items: list[WriteItem]
 
@@ -105,8 +98,9 @@ class GlobalPlanCache:
 
     def whole(self, plans: Sequence[SavePlan]) -> KnownPlan | None:
         """The plan that all ranks refer to; None where any sent its items, or they refer to different ones."""
-        ids = {plan.planner_data.cached_plan_id for plan in plans}
-        return self._known.get(ids.pop()) if len(ids) == 1 else None
+        refs = [plan.planner_data.cached for plan in plans]
+        known = None if refs[0] is None else self._known.get(refs[0].plan_id)
+        return known if known is not None and refs == [PlanRef(known.plan_id, rank) for rank in range(len(plans))] else None
 
     def expand(self, rank: int, plan: SavePlan) -> RankPlan:
         """A rank's local plan in full.
@@ -123,14 +117,14 @@ class GlobalPlanCache:
                 found=f"planner_data of type {type(data).__name__}",
                 remedy="pass the same kind of planner to dcp.save on every rank, and keep SavePlan.planner_data in subclasses",
             )
-        if data.cached_plan_id is None:
+        if data.cached is None:
             return RankPlan(plan.items, data)
-        known = self._known.get(data.cached_plan_id)
-        if known is None or rank >= len(known.local):
+        known = self._known.get(data.cached.plan_id)
+        if known is None:
             raise PlanError(
                 "a rank refers to an earlier plan that this coordinator did not make",
                 rank=rank,
-                remedy="make or replace the planner on all ranks together; the next save plans afresh",
+                remedy="make or replace the planner on all ranks together, one for each process group; the next save plans afresh",
             )
-        local = known.local[rank]
+        local = known.local[data.cached.rank]
         return RankPlan(local.items, replace(local.data, digests=data.digests, object_bytes=data.object_bytes))

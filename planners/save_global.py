@@ -92,9 +92,10 @@ def plan_globally(plans: Sequence[RankPlan], *, policy: ReplicaPolicy, split_byt
 
     Raises:
         ReplicaMismatchError: ranks hold different content, shapes, dtypes or kinds under one key, and the policy does not choose.
-        PlanError: the boxes of a tensor do not cover it exactly once.
+        PlanError: the boxes of a tensor do not cover it exactly once, or no rank holds any of it.
     """
     entries = _gather(plans)
+    _check_held(entries, plans)
     digests = [plan.data.digests for plan in plans]
     ties = _settle_ties(entries, plans)
     for alias in ties:
@@ -188,6 +189,21 @@ def _gather(plans: Sequence[RankPlan]) -> dict[str, _Entry]:
             else:
                 entry.odd.setdefault(kind, []).append((rank, number))
     return entries
+
+
+def _check_held(entries: Mapping[str, _Entry], plans: Sequence[RankPlan]) -> None:
+    """A tensor without any item would be left out of the checkpoint without a word."""
+    for rank, plan in enumerate(plans):
+        for key in plan.data.unheld:
+            if key not in entries:
+                raise PlanError(
+                    "no rank that takes part in the save holds any part of a tensor",
+                    tensor=key,
+                    rank=rank,
+                    expected="the ranks of the tensor's mesh",
+                    found=f"{len(plans)} ranks that are outside of it or hold no element",
+                    remedy="save with a process group that has the tensor's ranks, or leave the key out of the state",
+                )
 
 
 def _settle_replicas(entries: Mapping[str, _Entry], digests: Sequence[NDArray[np.uint64]], policy: ReplicaPolicy) -> bool:

@@ -22,7 +22,20 @@ from dcp_engine.planners.ties import find_ties
 from dcp_engine.planners.tree import flatten
 from dcp_engine.types import Path
 
-__all__ = ["LocalPlanData", "LocalState"]
+__all__ = ["LocalPlanData", "LocalState", "PlanRef"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRef:
+    """Names a rank's part of an earlier global plan, on the way to the rank (``planner_data`` of its plan) and back.
+
+    Attributes:
+        plan_id: under which the coordinator keeps the plan.
+        rank: the rank's place in the plan. In a save of another process group it may have another one.
+    """
+
+    plan_id: str
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +45,20 @@ class LocalPlanData:
     Attributes:
         digests: content of each item, ``[num_items]``; 0 where this rank knows that no other holds the same box.
         object_bytes: encoded size of each item that is an object, ``[num_items]``; 0 for tensors and where it is unknown.
-        cached_plan_id: the items are those that this rank sent when the plan of this id was made, and are not sent again; nor are the
-            fields below.
+        cached: the items are those that this rank sent when that plan was made, and are not sent again; nor are the fields below.
         mapping: key -> typed path; None where the state was not flattened.
         skeleton: the state's containers, encoded.
         ties: alias key -> key with the same memory on this rank.
+        unheld: keys of tensors of which this rank holds nothing, because it lies outside their mesh or its part is empty.
     """
 
     digests: NDArray[np.uint64]
     object_bytes: NDArray[np.int64]
-    cached_plan_id: str | None = None
+    cached: PlanRef | None = None
     mapping: Mapping[str, Path] | None = None
     skeleton: bytes = b""
     ties: Mapping[str, str] = field(default_factory=dict)
+    unheld: tuple[str, ...] = ()
 
 
 class LocalState:
@@ -123,7 +137,11 @@ class LocalState:
                 entries.append((key, tensor.dtype, tensor.global_shape, boxes, tensor.may_be_replicated))
             elif key not in self._absent:
                 entries.append(key)
-        return (self.engine, entries, self.paths, self.skeleton)
+        return (self.engine, entries, self.paths, self.skeleton, self._absent)
+
+    def unheld(self) -> tuple[str, ...]:
+        """Keys of tensors of which this rank holds nothing."""
+        return (*sorted(self._absent), *(tensor.key for tensor in self.tensors.values() if not tensor.shards))
 
     def ties(self) -> dict[str, str]:
         """Alias key -> key with the same memory on this rank."""

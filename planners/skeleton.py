@@ -183,22 +183,23 @@ def leaf_names(skeleton: Node) -> Iterator[str]:
                 stack.append(child)
 
 
-def merge_skeletons(skeletons: Sequence[Node]) -> Node:
+def merge_skeletons(skeletons: Sequence[Node], ranks: Sequence[int] | None = None) -> Node:
     """The union of what all ranks hold, in the order in which it is first met.
 
     Ranks may lack keys of a mapping (pipeline stages) and tails of a list (experts); a tuple has one length everywhere.
 
     Args:
         skeletons: one a rank, in the order of ranks; pass equal ones once. Not changed.
+        ranks: the first rank that has each, for errors. Default: their positions.
 
     Raises:
         PlanError: one path is a leaf here and a container there, or containers of different types, or two paths have one name; names it
-            and the position in ``skeletons``.
+            and the rank.
     """
     if not skeletons:
         raise PlanError("no rank described its state")
     merged = _copy(skeletons[0])
-    for rank, skeleton in enumerate(skeletons[1:], start=1):
+    for rank, skeleton in list(zip(ranks or range(len(skeletons)), skeletons, strict=True))[1:]:
         stack = [(merged, skeleton, "")]
         while stack:
             ours, theirs, prefix = stack.pop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -185,6 +186,13 @@ def test_a_hole_names_tensor_and_place(saves: Callable[..., Saves]) -> None:
         saves(2).plan([{"w": part((6,), (0,), torch.zeros(2))}, {"w": part((6,), (4,), torch.zeros(2))}])
 
 
+def test_a_tensor_of_which_no_rank_holds_anything_is_not_left_out_silently(saves: Callable[..., Saves]) -> None:
+    empty = part((4,), (4,), torch.zeros(0))
+    with pytest.raises(PlanError, match="no rank that takes part") as caught:
+        saves(2).plan([{"w": empty, "x": 1}, {"w": empty, "x": 1}])
+    assert caught.value.tensor == "w"
+
+
 def test_an_overlap_names_tensor_and_ranks(saves: Callable[..., Saves]) -> None:
     with pytest.raises(PlanError, match=r"'w'.*overlap at offsets \(2,\), sizes \(1,\), held by ranks 0 and by ranks 1"):
         saves(2).plan([{"w": part((6,), (0,), torch.zeros(3))}, {"w": part((6,), (2,), torch.zeros(4))}])
@@ -221,6 +229,21 @@ def test_one_name_for_two_paths_of_different_ranks_is_refused(saves: Callable[..
     with pytest.raises(DuplicateKeyError) as caught:
         saves(2).plan([{"a": {"b": torch.ones(2)}}, {"a.b": torch.ones(2)}])
     assert caught.value.tensor == "a.b"
+
+
+def test_containers_that_differ_name_the_rank(saves: Callable[..., Saves]) -> None:
+    same = [{"o": {"x": torch.ones(2)}} for _ in range(3)]
+    with pytest.raises(PlanError, match="different containers") as caught:
+        saves(4).plan([*same, {"o": OrderedDict(x=torch.ones(2))}])
+    assert (caught.value.tensor, caught.value.rank) == ("o", 3)
+
+
+def test_ranks_that_flatten_and_ranks_that_do_not_are_told(saves: Callable[..., Saves]) -> None:
+    run = saves(2)
+    run.planners = [BalancedSavePlanner(), BalancedSavePlanner(flatten_state_dict=False)]
+    with pytest.raises(PlanError, match="flatten_state_dict=True") as caught:
+        run.plan([{"o": {"x": 1}}, {"o": {"x": 1}}])
+    assert caught.value.rank == 1
 
 
 def tied() -> State:
@@ -437,6 +460,55 @@ def test_two_planners_share_nothing(saves: Callable[..., Saves]) -> None:
     saves(1).plan([model()])
     run = saves(1).plan([model()])
     assert len(run.local[0].items) == 4
+
+
+def test_a_planner_keeps_its_part_of_a_plan_in_a_smaller_group(saves: Callable[..., Saves]) -> None:
+    """The middle rank sits out: the last one moves up, and must not get the middle one's items."""
+    run = saves(3)
+    states = [{f"stage{rank}": torch.full((2,), float(rank))} for rank in range(3)]
+    run.plan(states)
+    two = saves(2)
+    two.planners = [run.planners[0], run.planners[2]]
+    two.plan([states[0], states[2]])
+    assert two.written() == [["stage0"], ["stage2"]]
+    assert two.content()["stage2"].tolist() == [2, 2]
+    run.plan(states)
+    assert run.written() == [["stage0"], ["stage1"], ["stage2"]]
+
+
+def test_foreign_writers_see_every_item_at_every_save(saves: Callable[..., Saves]) -> None:
+    run = saves(2, engine=False).plan([model(), model()]).plan([model(), model()])
+    assert [len(plan.items) for plan in run.local] == [4, 4]
+    assert sum(len(plan.items) for plan in run.sent) == 5
+
+
+class HalvedFrom(Halved):
+    """Changes its mind after the first save."""
+
+    dtype = torch.float32
+
+    def create_local_plan(self) -> SavePlan:
+        plan = BalancedSavePlanner.create_local_plan(self)
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = self.dtype
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        value = BalancedSavePlanner.resolve_data(self, write_item)
+        return value.to(self.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def test_a_subclass_may_plan_otherwise_at_each_save(saves: Callable[..., Saves]) -> None:
+    planner = HalvedFrom()
+    run = saves(1)
+    run.planners = [planner]
+    for dtype in (torch.float32, torch.float16):
+        planner.dtype = dtype
+        assert run.plan([model()]).content()["model.w"].dtype == dtype
+        entry = run.metadata.state_dict_metadata["model.w"]
+        assert isinstance(entry, TensorStorageMetadata)
+        assert entry.properties.dtype == dtype
 
 
 def test_caching_can_be_switched_off(saves: Callable[..., Saves]) -> None:
