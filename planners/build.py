@@ -183,10 +183,16 @@ def collapse_containers(
                 if prefix in catalogue.entries and prefix not in leaves:
                     containers.setdefault(prefix, [])
                     break
-    for prefix in containers:
+    if not containers:
+        return
+    for key in leaves:
+        for prefix in dotted_prefixes(key):
+            if prefix in containers:
+                containers[prefix].append(key)
+                break
+    for prefix, members in containers.items():
         if not isinstance(catalogue.entries[prefix].stored, BytesStorageMetadata):
             continue
-        members = [key for key in leaves if key.startswith(f"{prefix}.")]
         path = _path_of(prefix, paths.get(members[0], ()))
         if path is None or any(key in catalogue.entries for key in members):
             continue

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from dcp_engine.errors import InvalidOptionError, UnsupportedTensorError, UsageError
+from dcp_engine.errors import InvalidOptionError, PlanError, UnsupportedTensorError, UsageError
 from dcp_engine.planners.build import build_state, collapse_containers
 from dcp_engine.planners.catalogue import Catalogue, read_catalogue
 from dcp_engine.planners.dtype_policy import DtypePolicy, check_policy, is_exact
@@ -175,8 +175,19 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         return [replace(plan, planner_data=verdict) for plan in global_plan]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Complete :attr:`report`."""
-        verdict = new_plan.planner_data if isinstance(new_plan.planner_data, Verdict) else Verdict((), ())
+        """Complete :attr:`report`.
+
+        Raises:
+            PlanError: the coordinator used another planner, so that nobody judged the keys; or items were changed on their way.
+        """
+        verdict = new_plan.planner_data
+        if not isinstance(verdict, Verdict):
+            raise PlanError(
+                "the plan that came back says nothing about missing and unexpected keys",
+                expected="the plan of a ReshardLoadPlanner on the coordinator",
+                found=f"planner_data of type {type(verdict).__name__}",
+                remedy="pass the same kind of planner to dcp.load on every rank, and keep LoadPlan.planner_data in subclasses",
+            )
         load = self._load
         assert load.catalogue is not None
         entries = load.catalogue.entries
@@ -245,7 +256,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         """
         key = read_item.dest_index.fqn
         with self._lock:
-            target = self._load.staged.get(_identity(read_item), tensor) if self._load.staged else tensor
+            target = self._load.staged.pop(_identity(read_item), tensor)
         if target is not tensor and not self._load.tie_check.is_later(key):
             target.detach().copy_(tensor)
         self._load.tie_check.committed(key, target, tensor)

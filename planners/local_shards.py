@@ -98,14 +98,14 @@ def describe(key: str, value: Any, *, loading: bool = False) -> LocalTensor | No
         key: key in the flattened state, for errors.
         value: a tensor of any kind: plain, ``nn.Parameter``, DTensor, one with 2.14's ``CheckpointableTensor`` fields, or an object with
             ``__create_write_items__`` / ``__create_chunk_list__`` and ``__get_tensor_shard__``.
-        loading: the tensor is a target: it may be on the meta device.
+        loading: the tensor is a target.
 
     Returns:
         None where this rank is outside the tensor's mesh.
 
     Raises:
         UnsupportedTensorError: a tensor that cannot be stored, by name: partial placements, legacy ``ShardedTensor``, sparse, nested,
-            mkldnn or quantised layouts, fake or meta tensors at save, unknown wrapper subclasses.
+            mkldnn or quantised layouts, fake or meta tensors, unknown wrapper subclasses.
 
     Thread-safety: pure, but for waiting on collectives in flight.
     """
@@ -274,6 +274,7 @@ def _describe_duck(key: str, value: Any, whole: Any, loading: bool) -> LocalTens
     shape: Shape | None = None
     dtype: torch.dtype | None = None
     if loading or not hasattr(value, "__create_write_items__"):
+        _check_speaks(key, value, "__create_chunk_list__")
         for number, chunk in enumerate(value.__create_chunk_list__()):
             boxes.append((tuple(chunk.offsets), tuple(chunk.sizes), MetadataIndex(key, chunk.offsets, number)))
     else:
@@ -287,8 +288,10 @@ def _describe_duck(key: str, value: Any, whole: Any, loading: bool) -> LocalTens
                 )
             shape, dtype = tuple(item.tensor_data.size), item.tensor_data.properties.dtype
             boxes.append((tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes), item.index))
-    shape = tuple(whole.size()) if shape is None else shape
-    dtype = whole.dtype if dtype is None else dtype
+    _check_speaks(key, value, *["__get_tensor_shard__"] * bool(boxes))
+    if shape is None or dtype is None:
+        _check_speaks(key, whole, "size", "dtype")
+        shape, dtype = tuple(whole.size()), whole.dtype
     shards = []
     for offsets, sizes, index in boxes:
         if 0 in sizes and 0 not in shape:
@@ -304,6 +307,17 @@ def _describe_duck(key: str, value: Any, whole: Any, loading: bool) -> LocalTens
         dtype = data.dtype
         shards.append(LocalShard(offsets, sizes, data))
     return LocalTensor(key, dtype, shape, tuple(shards), True, "duck")
+
+
+def _check_speaks(key: str, value: object, *names: str) -> None:
+    absent = [name for name in names if not hasattr(value, name)]
+    if absent:
+        raise UnsupportedTensorError(
+            f"{_type_name(value)} speaks only a part of DCP's protocol for tensors",
+            tensor=key,
+            expected="__create_write_items__ to be saved, __create_chunk_list__ to be loaded, and __get_tensor_shard__; size() and dtype",
+            found=f"no {', no '.join(absent)}",
+        )
 
 
 def _describe_checkpointable(key: str, value: Any, loading: bool) -> LocalTensor:
@@ -339,7 +353,7 @@ def _checked(key: str, tensor: Any, loading: bool) -> torch.Tensor:
         raise UnsupportedTensorError("the local part of a tensor is not a tensor", tensor=key, found=_type_name(tensor))
     if type(tensor) not in _PLAIN_TYPES:
         tensor = wait_for_collective(tensor)
-    reason = _refusal(tensor, loading)
+    reason = _refusal(tensor)
     if reason is not None:
         raise UnsupportedTensorError(f"{reason} cannot be {'loaded into' if loading else 'saved'}", tensor=key, found=_type_name(tensor))
     if type(tensor) is torch.Tensor and not tensor.requires_grad:
@@ -348,8 +362,8 @@ def _checked(key: str, tensor: Any, loading: bool) -> torch.Tensor:
     return tensor.detach() if type(tensor) is torch.nn.Parameter else tensor.as_subclass(torch.Tensor).detach()
 
 
-def _refusal(tensor: torch.Tensor, loading: bool) -> str | None:
-    """Name of the kind of tensor that has no bytes to store, None where it has."""
+def _refusal(tensor: torch.Tensor) -> str | None:
+    """Name of the kind of tensor that has no bytes to store or to fill, None where it has."""
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}"
     if tensor.is_nested:
@@ -363,7 +377,7 @@ def _refusal(tensor: torch.Tensor, loading: bool) -> str | None:
             return "a fake tensor, which has no data,"
         if is_traceable_wrapper(tensor):
             return f"a tensor of the wrapper class {type(tensor).__qualname__}, whose content the engine does not know,"
-    if tensor.is_meta and not loading:
+    if tensor.is_meta:
         return "a meta tensor, which has no data,"
     return None
 

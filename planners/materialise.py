@@ -1,7 +1,8 @@
 """Memory for the meta tensors of a state that is to be loaded, kept tied where they were.
 
 A tensor on the meta device has a shape and no data. Where it is a parameter, its replacement is one, with the same ``requires_grad``; a
-DTensor stays a DTensor of the same mesh and placements. Two meta tensors on one storage share memory afterwards.
+DTensor stays a DTensor of the same mesh and placements; any other keeps its class and its attributes, such as the fields of torch 2.14's
+``CheckpointableTensor``. Two meta tensors on one storage share memory afterwards.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Materialiser:
             UnsupportedTensorError: a class of tensor that only its owner can build.
         """
         is_dtensor = isinstance(value, DTensor)
-        if not is_dtensor and (speaks_duck_protocol(value) or is_traceable_wrapper(value)):
+        if not is_dtensor and (speaks_duck_protocol(value) or is_traceable_wrapper(value) or torch.nn.parameter.is_lazy(value)):
             raise UnsupportedTensorError(
                 f"a meta tensor of class {type(value).__qualname__} cannot be given memory",
                 tensor=key,
@@ -72,7 +73,7 @@ class Materialiser:
 
 def _local(value: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return value.to_local() if isinstance(value, DTensor) else value.detach()
+        return value.to_local() if isinstance(value, DTensor) else value.as_subclass(torch.Tensor).detach()
 
 
 def _identity(local: torch.Tensor) -> tuple[tuple[object, ...], torch.UntypedStorage]:
@@ -92,8 +93,15 @@ def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         tensor = DTensor.from_local(
             tensor, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=tuple(value.stride())
         )
+    elif type(value) not in (torch.Tensor, torch.nn.Parameter):
+        tensor = tensor.as_subclass(type(value))
+    made: torch.Tensor
     if isinstance(value, torch.nn.Parameter):
-        return torch.nn.Parameter(tensor, requires_grad=value.requires_grad)
-    if isinstance(value, torch.nn.Buffer):
-        return torch.nn.Buffer(tensor, persistent=value.persistent)
-    return tensor.requires_grad_(value.requires_grad)
+        made = torch.nn.Parameter(tensor, requires_grad=value.requires_grad)
+    elif isinstance(value, torch.nn.Buffer):
+        made = torch.nn.Buffer(tensor, persistent=value.persistent)
+    else:
+        made = tensor.requires_grad_(value.requires_grad)
+    if not isinstance(value, DTensor):  # whose attributes are its geometry and its local tensor
+        vars(made).update(vars(value))
+    return made

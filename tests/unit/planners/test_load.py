@@ -35,6 +35,7 @@ from dcp_engine.errors import (
     RankDisagreementError,
     ReplicaMismatchError,
     ShapeMismatchError,
+    UnsupportedTensorError,
     UntrustedDataError,
     UsageError,
 )
@@ -188,6 +189,7 @@ def test_many_threads_may_resolve_and_commit() -> None:
     load_on_ranks(DenseReader(floats, tiles), [state], [planner], num_threads=8)
     for key, value in values.items():
         assert torch.equal(state[key], value.to(torch.float64))
+    assert planner._load.staged == {}
 
 
 # -- objects and containers ------------------------------------------------------------------------------------------------
@@ -521,6 +523,30 @@ def test_meta_targets_get_memory_in_the_callers_own_containers() -> None:
     assert inner["dropped"].data_ptr() == inner["t"].data_ptr()
 
 
+class Tagged(torch.Tensor):
+    """A class of tensors with plain memory."""
+
+
+def test_meta_targets_keep_their_class_and_their_fields() -> None:
+    sharded = torch.nn.Parameter(torch.empty(2, 3, device="meta"))
+    for name, value in {"global_shape": (4, 3), "global_offsets": ((2, 0),), "local_offsets": ((0, 0),), "local_sizes": ((2, 3),)}.items():
+        setattr(sharded, name, value)
+    state: dict[str, Any] = {"sharded": sharded, "tagged": torch.empty(2, device="meta").as_subclass(Tagged)}
+    load(DenseReader({"sharded": numbers(4, 3, dtype=torch.float32), "tagged": torch.ones(2)}), state)
+    assert state["sharded"].tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert state["sharded"].global_offsets == ((2, 0),)
+    assert type(state["sharded"]) is torch.nn.Parameter
+    assert type(state["tagged"]) is Tagged
+    assert state["tagged"].tolist() == [1, 1]
+
+
+def test_a_shard_without_memory_is_no_target() -> None:
+    target = Boxed.make((2,), [((0,), (2,))])
+    target.parts = [torch.empty(2, dtype=torch.int64, device="meta")]
+    with pytest.raises(UnsupportedTensorError, match="meta"):
+        load(DenseReader({"w": numbers(2)}), {"w": target})
+
+
 def saved_state() -> dict[str, Any]:
     shared = numbers(3)
     return {
@@ -601,6 +627,14 @@ def test_items_stay_at_home_where_the_reader_is_ours() -> None:
     assert planner.finish_plan(received).items == plan.items
     planner.set_up_planner(state, DenseReader({"w": numbers(4)}).metadata, True)
     assert len(pickle.loads(pickle.dumps(planner.create_local_plan())).items) == 1
+
+
+def test_a_plan_that_no_planner_of_ours_judged_is_refused() -> None:
+    planner = ReshardLoadPlanner()
+    planner.set_up_planner({"w": numbers(2), "absent": 1}, DenseReader({"w": numbers(2)}).metadata, False)
+    plan = planner.create_local_plan()
+    with pytest.raises(PlanError, match="missing and unexpected"):
+        planner.finish_plan(DefaultLoadPlanner().create_global_plan([plan])[0])
 
 
 def test_errors_of_the_readers_metadata_come_through_untouched() -> None:

@@ -235,7 +235,33 @@ def test_subclasses_with_plain_memory_are_taken_as_they_are() -> None:
     assert described.shards[0].tensor.data_ptr() == value.data_ptr()
 
 
-def test_meta_tensors_may_be_targets() -> None:
-    described = describe("w", torch.empty(2, 3, device="meta"), loading=True)
-    assert described is not None
-    assert described.global_shape == (2, 3)
+@pytest.mark.parametrize("loading", [False, True])
+def test_meta_tensors_are_refused_as_sources_and_as_targets(loading: bool) -> None:
+    with pytest.raises(UnsupportedTensorError, match="meta tensor"):
+        describe("w", torch.empty(2, 3, device="meta"), loading=loading)
+
+
+class HalfADuck:
+    """Says what it holds, and nothing else."""
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        duck = Duck()
+        return duck.__create_write_items__(fqn, duck)
+
+
+@pytest.mark.parametrize(("loading", "named"), [(False, "__get_tensor_shard__"), (True, "__create_chunk_list__")])
+def test_a_part_of_the_duck_protocol_is_refused_naming_the_rest(loading: bool, named: str) -> None:
+    with pytest.raises(UnsupportedTensorError, match=f"no {named}") as caught:
+        describe("w", HalfADuck(), loading=loading)
+    assert caught.value.tensor == "w"
+
+
+class AnswersAll(dict[str, int]):
+    """A dict whose values are attributes, too: it has an answer for every name."""
+
+    def __getattr__(self, name: str) -> int | None:
+        return self.get(name)
+
+
+def test_an_object_with_an_answer_for_every_name_is_no_tensor() -> None:
+    assert not is_tensor_like(AnswersAll(a=1))
