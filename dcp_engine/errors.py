@@ -58,7 +58,7 @@ class DcpEngineError(Exception):
         found: what was found.
         remedy: what the caller can do, one sentence without a full stop.
 
-    Thread-safety: immutable after construction.
+    Thread-safety: layers that know more about the place fill it in while the error travels up, in one thread; nobody changes it later.
     """
 
     kind: ClassVar[str] = "error"

@@ -29,6 +29,7 @@ MAX_TEXT_BYTES: Final = 4096
 MAX_DIMS: Final = 64
 MAX_ELEMENTS: Final = 1 << 56
 """Elements of one tensor, and extent of one dimension: every product and sum of the format then fits in 63 bits."""
+MAX_STEP: Final = (1 << 63) - 1
 MAX_WORLD_SIZE: Final = 1 << 20
 MAX_FILES: Final = 1 << 20
 MAX_ENTRIES: Final = 1 << 22

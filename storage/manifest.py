@@ -182,18 +182,10 @@ class Manifest:
             PlanError: files of another attempt, disagreement about an entry, or an entry that is not covered exactly once.
         """
         ordered = sorted(receipts, key=lambda receipt: (receipt.component, receipt.rank))
-        tables = []
-        for receipt in ordered:
-            footer = decode_footer(receipt.footer)
-            expected = (nonce, receipt.name, receipt.component, receipt.rank, world_size)
-            if (footer.nonce, footer.name, footer.component, footer.rank, footer.world_size) != expected:
-                raise PlanError(
-                    "a file does not belong to this save", file=receipt.name, rank=receipt.rank, expected=expected, found=footer
-                )
-            tables.append(footer.table)
         extra = TableBuilder()
         for entry in empty_entries:
             extra.add_entry(*entry)
+        tables = [_table_of(receipt, nonce, world_size) for receipt in ordered]
         table, num_blocks, num_chunks = merge_tables([*tables, extra.build()])
         files = tuple(
             FileRecord(receipt.name, receipt.component, receipt.rank, receipt.size_bytes, receipt.footer_sha256, chunks, blocks)
@@ -232,7 +224,8 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes | memoryview, *, path: str | None = None) -> Manifest:
-        """Parse and check the bytes of the file MANIFEST. Safe for any bytes: memory and time are bounded by their length.
+        """Parse and check the bytes of the file MANIFEST. Safe for any bytes: memory and time are bounded by the
+        format's limits, and for a short file by its length (see ``limits.max_record_raw_bytes``).
 
         Args:
             data: the whole file.
@@ -343,6 +336,23 @@ class Manifest:
     def __reduce__(self) -> tuple[Any, ...]:
         # The encoded form is a fraction of the arrays', and whoever receives it checks it.
         return (_decode, (self.encode(),))
+
+
+def _table_of(receipt: Receipt, nonce: str, world_size: int) -> ShardTable:
+    """The table of a file that was written. Raises ``PlanError`` if the file is not of this save."""
+    footer = decode_footer(receipt.footer)
+    expected = (nonce, receipt.name, receipt.component, receipt.rank, world_size)
+    found = (footer.nonce, footer.name, footer.component, footer.rank, footer.world_size)
+    if found != expected:
+        raise PlanError(
+            "a file does not belong to this save",
+            file=receipt.name,
+            rank=receipt.rank,
+            expected=f"nonce, name, component, rank and world size {expected}",
+            found=found,
+            remedy="the path must belong to one save at a time",
+        )
+    return footer.table
 
 
 def _decode(data: bytes) -> Manifest:

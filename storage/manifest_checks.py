@@ -15,12 +15,15 @@ from dcp_engine.storage.envelope import nonce_bytes, shard_name
 from dcp_engine.storage.limits import (
     FORMAT_VERSION,
     HEADER_BYTES,
+    MAX_ENTRIES,
+    MAX_FILES,
     MAX_RECORD_STORED_BYTES,
+    MAX_STEP,
     MAX_TEXT_BYTES,
     MAX_WORLD_SIZE,
     RECORD_BYTES,
 )
-from dcp_engine.storage.shard_table import ShardTable, row_starts, rows_by_dims
+from dcp_engine.storage.shard_table import ShardTable, check_count, check_name, row_starts, rows_by_dims
 from dcp_engine.storage.tiling import tiled
 
 if TYPE_CHECKING:
@@ -44,13 +47,18 @@ def check_fields(manifest: Manifest) -> None:
     nonce_bytes(manifest.nonce)
     if manifest.format_version != FORMAT_VERSION:
         raise MalformedCheckpointError("no such format version", expected=FORMAT_VERSION, found=manifest.format_version)
-    if manifest.step is not None and not 0 <= manifest.step < 1 << 63:
-        raise MalformedCheckpointError("invalid step", expected="0 to 2**63 - 1, or none", found=manifest.step)
+    if manifest.step is not None and not 0 <= manifest.step <= MAX_STEP:
+        raise MalformedCheckpointError("invalid step", expected=f"0 to {MAX_STEP}, or none", found=manifest.step)
     if not 1 <= manifest.world_size <= MAX_WORLD_SIZE:
         raise MalformedCheckpointError("invalid world size", expected=f"1 to {MAX_WORLD_SIZE}", found=manifest.world_size)
     if manifest.codec not in CHOICES:
         raise MalformedCheckpointError("unknown codec", expected=f"one of {', '.join(CHOICES)}", found=repr(manifest.codec[:100]))
     _check_time(manifest.saved_at)
+    # Whoever decodes has refused these already; whoever builds must not write what no reader takes.
+    check_count("aliases", len(manifest.aliases), MAX_ENTRIES)
+    check_count("files", len(manifest.files), MAX_FILES)
+    for alias in manifest.aliases:
+        check_name(alias)
 
 
 def _check_time(saved_at: str) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Final
 
-from dcp_engine.errors import InvalidOptionError
+from dcp_engine.errors import InvalidOptionError, UnsupportedModeError
+from dcp_engine.storage.codecs import CHOICES
 from dcp_engine.storage.limits import BLOCK_BYTES
 from dcp_engine.storage.records import PipelineOptions
 
-__all__ = ["CODECS", "DEFAULT_BYTES_IN_FLIGHT", "LEVELS", "default_threads", "pipeline_options"]
+__all__ = ["DEFAULT_BYTES_IN_FLIGHT", "LEVELS", "default_threads", "pipeline_options"]
 
-CODECS: Final = ("auto", "planes", "raw", "zstd")
 LEVELS: Final = range(1, 23)
 """zstd levels that the format's writers accept."""
 DEFAULT_BYTES_IN_FLIGHT: Final = 256 * 2**20
@@ -34,13 +35,21 @@ def pipeline_options(
     Args:
         threads: worker threads of this rank; ``None`` for :func:`default_threads`.
         bytes_in_flight: bytes that a pipeline may hold beyond the caller's tensors; at least one block (4 MiB).
-        codec: one of :data:`CODECS`.
+        codec: one of :data:`dcp_engine.storage.codecs.CHOICES`.
         level: zstd level, 1 to 22.
         verify: check block digests on read.
 
     Raises:
         InvalidOptionError: naming the option, what it was and what is valid.
+        UnsupportedModeError: this machine is not little-endian.
     """
+    if sys.byteorder != "little":
+        raise UnsupportedModeError(
+            "the format is little-endian and elements are moved as they lie in memory",
+            expected="a little-endian machine",
+            found=f"{sys.byteorder}-endian",
+            remedy="save and load on x86-64 or little-endian ARM or POWER",
+        )
     if threads is None:
         threads = default_threads()
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
@@ -49,8 +58,8 @@ def pipeline_options(
         raise InvalidOptionError(
             "bytes_in_flight is smaller than one block", expected=f"an int of at least {BLOCK_BYTES} (4 MiB)", found=repr(bytes_in_flight)
         )
-    if codec not in CODECS:
-        raise InvalidOptionError("unknown codec", expected=f"one of {', '.join(CODECS)}", found=repr(codec))
+    if codec not in CHOICES:
+        raise InvalidOptionError("unknown codec", expected=f"one of {', '.join(CHOICES)}", found=repr(codec))
     if isinstance(level, bool) or not isinstance(level, int) or level not in LEVELS:
         raise InvalidOptionError("level is out of range", expected="an int from 1 to 22", found=repr(level))
     if not isinstance(verify, bool):

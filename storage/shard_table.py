@@ -30,7 +30,7 @@ from dcp_engine.storage.limits import (
     PACK_BYTES,
 )
 
-__all__ = ["TABLE_FIELDS", "ShardTable", "row_starts", "rows_by_dims"]
+__all__ = ["TABLE_FIELDS", "ShardTable", "check_count", "check_name", "row_starts", "rows_by_dims"]
 
 _I64 = npt.NDArray[np.int64]
 
@@ -52,6 +52,19 @@ TABLE_FIELDS: dict[str, type] = dict.fromkeys(
     bytes,
 )
 """The fields of a table in a document, in their order; all of them columns."""
+
+
+def check_count(what: str, count: int, limit: int) -> None:
+    """Raises ``LimitExceededError`` for more than the format allows."""
+    if count > limit:
+        raise LimitExceededError(f"too many {what}", expected=f"at most {limit}", found=count)
+
+
+def check_name(name: str) -> None:
+    """Raises ``LimitExceededError`` for a name of an entry or alias that is too long."""
+    # Most names need not be encoded to know that they are short enough.
+    if len(name) > MAX_NAME_BYTES // 4 and len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+        raise LimitExceededError("a key is too long", tensor=name, expected=f"at most {MAX_NAME_BYTES} bytes", remedy="shorten it")
 
 
 def row_starts(counts: npt.NDArray[Any] | Sequence[int]) -> _I64:
@@ -112,6 +125,9 @@ class ShardTable:
     block_stored_bytes: _I64 = field(init=False)
 
     def __post_init__(self) -> None:
+        check_count("entries", len(self.names), MAX_ENTRIES)
+        check_count("chunks", len(self.chunk_entries), MAX_CHUNKS)
+        check_count("blocks", len(self.block_codecs), MAX_BLOCKS)
         self._set(shape_starts=row_starts(self.entry_dims))
         self._check_entries()
         chunk_dims = self.entry_dims[self.chunk_entries]

@@ -14,6 +14,7 @@ from dcp_engine.errors import CorruptCheckpointError, InvalidOptionError, Missin
 from dcp_engine.storage.attempts import read_marker
 from dcp_engine.storage.backends import locate, resolve
 from dcp_engine.storage.backends.failures import storage_failure
+from dcp_engine.storage.limits import MAX_STEP
 
 __all__ = ["STEP_NAME", "committed_steps", "parse_step_name", "step_name"]
 
@@ -28,18 +29,18 @@ def step_name(step: int) -> str:
     """Name of a step's directory.
 
     Raises:
-        InvalidOptionError: the step is negative or has more than 19 digits.
+        InvalidOptionError: the step is negative or above 2**63 - 1.
     """
     name = STEP_NAME % step
     if parse_step_name(name) is None:
-        raise InvalidOptionError("this cannot be the number of a step", expected="0 to 9999999999999999999", found=step)
+        raise InvalidOptionError("this cannot be the number of a step", expected=f"0 to {MAX_STEP}", found=step)
     return name
 
 
 def parse_step_name(name: str) -> int | None:
     """The step of a directory's name; None for any other name, also one that merely resembles it (``step-7``, ``step-00000007.tmp``)."""
     match = _PATTERN.fullmatch(name)
-    return int(match[1]) if match else None
+    return int(match[1]) if match and int(match[1]) <= MAX_STEP else None
 
 
 def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> list[int]:

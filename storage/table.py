@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dcp_engine.errors import LimitExceededError, PlanError
-from dcp_engine.storage.limits import MAX_NAME_BYTES
-from dcp_engine.storage.shard_table import ShardTable, row_starts
+from dcp_engine.errors import PlanError
+from dcp_engine.storage.shard_table import ShardTable, check_name, row_starts
 
 __all__ = ["ShardTable", "TableBuilder", "merge_tables"]
 
@@ -40,8 +39,7 @@ class TableBuilder:
         """
         known = self._index.get(name)
         if known is None:
-            if len(name) > MAX_NAME_BYTES // 4 and len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
-                raise LimitExceededError("a key is too long", tensor=name, expected=f"at most {MAX_NAME_BYTES} bytes")
+            check_name(name)
             known = self._index[name] = len(self._entries)
             self._entries.append((dtype_code, shape))
         elif self._entries[known] != (dtype_code, shape):
