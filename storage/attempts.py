@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Protocol
 
 from dcp_engine.errors import MissingFileError, RankDisagreementError
 from dcp_engine.storage.backends.base import Directory
-from dcp_engine.storage.envelope import Marker, encode_marker, parse_marker
+from dcp_engine.storage.envelope import Marker, encode_marker, is_shard_name, parse_marker
 from dcp_engine.storage.limits import MAX_MARKER_BYTES
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "AttemptRef",
     "Publisher",
     "check_same_target",
-    "is_nonce",
     "is_own_file",
     "listing",
     "marker_of",
@@ -33,8 +31,6 @@ __all__ = [
 MANIFEST_NAME = "MANIFEST"
 MARKER_NAME = "COMPLETE"
 
-_SHARD_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}-\d{5,}\.shard")
-_NONCE = re.compile(r"[0-9a-f]{32}")
 _MAX_LISTED = 5
 
 
@@ -121,14 +117,9 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
-def is_nonce(name: str) -> bool:
-    """Whether a name has the form of a nonce, as directories in object stores have."""
-    return _NONCE.fullmatch(name) is not None
-
-
 def is_own_file(name: str) -> bool:
     """Whether a name is one that files of a checkpoint have."""
-    return name in (MANIFEST_NAME, MARKER_NAME) or _SHARD_NAME.fullmatch(name) is not None
+    return name in (MANIFEST_NAME, MARKER_NAME) or is_shard_name(name)
 
 
 def listing(names: Iterable[str]) -> str:

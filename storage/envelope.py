@@ -41,6 +41,8 @@ __all__ = [
     "check_header",
     "encode_marker",
     "header_bytes",
+    "is_nonce",
+    "is_shard_name",
     "nonce_bytes",
     "open_body",
     "pack_record",
@@ -56,7 +58,7 @@ MANIFEST_MAGIC: Final = b"DCPEMANI"
 
 _RECORD = struct.Struct("<8sIIQQ32s")
 _HEADER = struct.Struct("<8sII16sI")
-_SHARD_NAME = re.compile(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,7})\.shard", re.ASCII)
+_SHARD_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}-([0-9]{5,7})\.shard", re.ASCII)
 _NONCE = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
@@ -78,10 +80,21 @@ def split_shard_name(name: str) -> tuple[str, int]:
     Raises:
         MalformedCheckpointError: not the name of a shard file.
     """
-    match = _SHARD_NAME.fullmatch(name)
-    if match is None or f"{int(match[2]):05d}" != match[2]:
+    if not is_shard_name(name):
         raise MalformedCheckpointError("not the name of a shard file", expected="<component>-<rank>.shard", found=repr(name[:300]))
-    return match[1], int(match[2])
+    component, _, rank = name.removesuffix(".shard").rpartition("-")
+    return component, int(rank)
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a name is one that shard files have."""
+    match = _SHARD_NAME.fullmatch(name)
+    return match is not None and f"{int(match[1]):05d}" == match[1]
+
+
+def is_nonce(text: str) -> bool:
+    """Whether a text is a nonce in lower-case hex."""
+    return _NONCE.fullmatch(text) is not None
 
 
 def nonce_bytes(nonce: str) -> bytes:
@@ -90,7 +103,7 @@ def nonce_bytes(nonce: str) -> bytes:
     Raises:
         MalformedCheckpointError: not 32 lower-case hex digits.
     """
-    if _NONCE.fullmatch(nonce) is None:
+    if not is_nonce(nonce):
         raise MalformedCheckpointError("invalid nonce", expected="32 lower-case hex digits", found=repr(nonce[:100]))
     return bytes.fromhex(nonce)
 

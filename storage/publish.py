@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,17 +19,17 @@ from dcp_engine.errors import (
     MissingFileError,
     TruncatedFileError,
 )
-from dcp_engine.storage.attempts import MANIFEST_NAME, MARKER_NAME, AttemptRef, Publisher, is_nonce, is_own_file, listing, read_marker
+from dcp_engine.storage.attempts import MANIFEST_NAME, MARKER_NAME, AttemptRef, Publisher, is_own_file, listing, read_marker
 from dcp_engine.storage.backends import Directory, Location, locate, resolve
 from dcp_engine.storage.backends.failures import storage_failure
 from dcp_engine.storage.backends.local import file_kind
-from dcp_engine.storage.envelope import Marker
+from dcp_engine.storage.envelope import Marker, is_nonce
 from dcp_engine.storage.limits import MAX_RECORD_STORED_BYTES, RECORD_BYTES
 from dcp_engine.storage.publish_posix import PosixPublisher
+from dcp_engine.storage.steps import parse_step_name
 
 __all__ = ["AttemptRef", "OpenCheckpoint", "Publisher", "attach_checkpoint", "open_checkpoint", "open_publisher"]
 
-_STEP_NAME = re.compile(r"step-\d{8,}")
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 
@@ -132,7 +131,7 @@ def _require_no_object(directory: Directory) -> None:
 def _what_is_there(directory: Directory, error: MissingFileError) -> DcpEngineError:
     """The error for a directory without COMPLETE."""
     names = directory.names()
-    steps = [name for name in names if _STEP_NAME.fullmatch(name)]
+    steps = [name for name in names if parse_step_name(name) is not None]
     own = [name for name in names if is_own_file(name) or is_nonce(name)]
     if MARKER_NAME in names:
         return error  # something of that name that is no file

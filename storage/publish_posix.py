@@ -33,7 +33,6 @@ from dcp_engine.storage.attempts import (
     MARKER_NAME,
     AttemptRef,
     check_same_target,
-    is_nonce,
     is_own_file,
     listing,
     marker_of,
@@ -45,6 +44,7 @@ from dcp_engine.storage.backends import Location
 from dcp_engine.storage.backends.failures import PERMISSION_ERRNOS, storage_failure
 from dcp_engine.storage.backends.linux import exchange
 from dcp_engine.storage.backends.local import LocalDirectory, file_kind, flush_directory, is_mount_point, make_directories, remove_tree
+from dcp_engine.storage.envelope import is_nonce
 
 __all__ = ["PosixPublisher"]
 

@@ -29,7 +29,6 @@ from dcp_engine.storage.attempts import (
     MARKER_NAME,
     AttemptRef,
     check_same_target,
-    is_nonce,
     is_own_file,
     listing,
     marker_of,
@@ -39,6 +38,7 @@ from dcp_engine.storage.attempts import (
 )
 from dcp_engine.storage.backends import Location
 from dcp_engine.storage.backends.remote import RemoteDirectory
+from dcp_engine.storage.envelope import is_nonce
 
 __all__ = ["PROBE_NAME", "RemotePublisher"]
 
