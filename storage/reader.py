@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_engine.errors import DcpEngineError, InvalidOptionError, RankDisagreementError
+from dcp_engine.errors import DcpEngineError, InvalidOptionError, RankDisagreementError, StorageError
 from dcp_engine.storage import dcp_records
 from dcp_engine.storage.backends import is_supported_path, locate
 from dcp_engine.storage.manifest import Manifest
@@ -217,6 +217,9 @@ class ShardReader(StorageReader):
             except DcpEngineError as error:
                 error.rank = 0
                 box[0] = error
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others wait in the broadcast
+                box[0] = StorageError("the checkpoint could not be opened", path=path, rank=0, found=repr(error))
+                box[0].__cause__ = error
         dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
         if isinstance(box[0], DcpEngineError):
             raise box[0]
