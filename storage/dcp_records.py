@@ -6,17 +6,13 @@ Loading: manifest -> ``Metadata``, read items -> read requests.
 
 from __future__ import annotations
 
-import io
 import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -39,76 +35,107 @@ from torch.distributed.checkpoint.planner import (
 from dcp_engine.components import ComponentMap
 from dcp_engine.errors import (
     DcpEngineError,
-    DtypeMismatchError,
     KindMismatchError,
     MalformedCheckpointError,
     PlanError,
-    ShapeMismatchError,
-    UnencodableObjectError,
+    UnsupportedTensorError,
     UntrustedDataError,
 )
-from dcp_engine.memory import require_memory
-from dcp_engine.objects import decode_object, encode_object
+from dcp_engine.memory import memory_bytes
+from dcp_engine.objects import decode_object
 from dcp_engine.storage import dtypes
+from dcp_engine.storage.limits import MAX_DIMS
 from dcp_engine.storage.manifest import Manifest
+from dcp_engine.storage.planner_values import ObjectTarget, TensorBytes, TensorTarget, object_bytes
 from dcp_engine.storage.records import ChunkSource, ReadRequest
-from dcp_engine.storage.table import ShardTable
-from dcp_engine.types import EncodedObject, EngineMetadata, PlannerData
+from dcp_engine.types import EngineMetadata, PlannerData
 
 __all__ = [
     "ChunkLocation",
     "ManifestIndex",
-    "check_dtypes",
-    "chunks_of_metadata",
-    "chunks_of_table",
+    "check_delivered",
+    "check_tensors",
     "empty_entries",
     "metadata_of_manifest",
     "requests_of_plan",
     "sources_of_plan",
 ]
 
-Box = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Key, offsets, sizes. An object is ``(key, (), ())``: a plan does not know its length."""
+_Box = tuple[str, tuple[int, ...] | None, tuple[int, ...] | None]
+"""Key, offsets, sizes. An object is ``(key, None, None)``: a plan does not know its length."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- saving
 
 
-def chunks_of_metadata(metadata: Metadata) -> set[Box]:
-    """The boxes that all ranks together must have written. Empty boxes are stored nowhere, aliases of ties are stored under another key."""
-    ties = metadata.planner_data.ties if isinstance(metadata.planner_data, PlannerData) else {}
-    boxes: set[Box] = set()
+def check_delivered(metadata: Metadata, manifest: Manifest) -> None:
+    """Hold what all ranks together wrote against what was planned.
+
+    Args:
+        metadata: of the global plan.
+        manifest: of the files; each of its chunks is there once, since they tile their entries.
+
+    Raises:
+        PlanError: a chunk is missing, or one was written that nobody planned.
+    """
+    planned, delivered = _planned_boxes(metadata), _delivered_boxes(manifest)
+    if planned != delivered:
+        odd = planned ^ delivered
+        raise PlanError(
+            "the ranks did not write exactly what was planned",
+            tensor=min(box[0] for box in odd),
+            expected=f"{len(planned)} chunks",
+            found=f"{len(planned - delivered)} missing, {len(delivered - planned)} not planned",
+            remedy="custom planners must write the items of create_global_plan, and describe just those in its Metadata",
+        )
+
+
+def _planned_boxes(metadata: Metadata) -> set[_Box]:
+    """Empty boxes are stored nowhere, aliases of ties under another key."""
+    ties = _ties_of(metadata)
+    boxes: set[_Box] = set()
     for key, entry in metadata.state_dict_metadata.items():
         if key in ties:
             continue
         if isinstance(entry, BytesStorageMetadata):
-            boxes.add((key, (), ()))
+            boxes.add((key, None, None))
             continue
-        for chunk in entry.chunks:
-            if math.prod(chunk.sizes):
-                boxes.add((key, tuple(chunk.offsets), tuple(chunk.sizes)))
+        boxes.update((key, tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks if 0 not in chunk.sizes)
     return boxes
 
 
-def chunks_of_table(table: ShardTable) -> set[Box]:
-    """The boxes that one shard file's table describes, in the terms of :func:`chunks_of_metadata`."""
+def _delivered_boxes(manifest: Manifest) -> set[_Box]:
     return {
-        (name, (), ()) if code in (dtypes.OBJECT.code, dtypes.OPAQUE.code) else (name, offsets, sizes)
-        for name, code, offsets, sizes in table.chunks()
+        (name, None, None) if code in (dtypes.OBJECT.code, dtypes.OPAQUE.code) else (name, offsets, sizes)
+        for name, code, offsets, sizes in manifest.table.chunks()
     }
 
 
-def check_dtypes(plan: SavePlan) -> None:
+def _ties_of(metadata: Metadata) -> Mapping[str, str]:
+    return metadata.planner_data.ties if isinstance(metadata.planner_data, PlannerData) else {}
+
+
+def check_tensors(plan: SavePlan) -> None:
     """Refuse tensors that cannot be stored before the plans of all ranks are merged: DCP's own planner fails there on some, without a key.
 
     Raises:
-        UnsupportedTensorError: naming the first one's key and dtype.
+        UnsupportedTensorError: naming the first one's key, and its dtype, layout or number of dimensions.
     """
-    known: set[torch.dtype] = set()
+    known: set[tuple[torch.dtype, torch.layout, int]] = set()
     for item in plan.items:
-        if item.tensor_data is not None and (dtype := item.tensor_data.properties.dtype) not in known:
-            dtypes.of_tensor_dtype(dtype, tensor=item.index.fqn)
-            known.add(dtype)
+        data = item.tensor_data
+        if data is None or (kind := (data.properties.dtype, data.properties.layout, len(data.size))) in known:
+            continue
+        dtypes.of_tensor_dtype(kind[0], tensor=item.index.fqn)
+        if kind[1] is not torch.strided or kind[2] > MAX_DIMS:
+            raise UnsupportedTensorError(
+                "a tensor of this form cannot be stored",
+                tensor=item.index.fqn,
+                expected=f"layout torch.strided, at most {MAX_DIMS} dimensions",
+                found=f"layout {kind[1]}, {kind[2]} dimensions",
+                remedy="store it as a plain tensor: to_dense() or reshape()",
+            )
+        known.add(kind)
 
 
 def sources_of_plan(plan: SavePlan, planner: SavePlanner, components: ComponentMap) -> dict[str, list[ChunkSource]]:
@@ -135,8 +162,9 @@ def sources_of_plan(plan: SavePlan, planner: SavePlanner, components: ComponentM
 
 def empty_entries(metadata: Metadata) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     """Name, dtype code and shape of the tensors without elements: they have no chunks, so only the metadata knows of them."""
+    ties = _ties_of(metadata)
     for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata) and 0 in entry.size:
+        if key not in ties and isinstance(entry, TensorStorageMetadata) and 0 in entry.size:
             yield key, dtypes.of_tensor_dtype(entry.properties.dtype, tensor=key).code, tuple(entry.size)
 
 
@@ -157,84 +185,14 @@ def _tensor_source(item: WriteItem, planner: SavePlanner) -> ChunkSource:
         offsets=offsets,
         sizes=sizes,
         nbytes=math.prod(sizes) * dtype.itemsize,
-        load=_TensorLoad(planner, item, sizes, dtype.torch_dtype),
+        load=TensorBytes(planner, item, sizes, dtype.torch_dtype),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorLoad:
-    """Resolves one item to the row-major bytes of its box."""
-
-    planner: SavePlanner
-    item: WriteItem
-    sizes: tuple[int, ...]
-    dtype: torch.dtype | None
-
-    def __call__(self) -> NDArray[np.uint8]:
-        tensor = self.planner.resolve_data(self.item)
-        key = self.item.index.fqn
-        if not isinstance(tensor, torch.Tensor):
-            raise KindMismatchError(
-                "the planner planned a tensor and resolved something else",
-                tensor=key,
-                expected="torch.Tensor",
-                found=type(tensor).__name__,
-            )
-        if tuple(tensor.shape) != self.sizes:
-            raise PlanError(
-                "the planner resolved a tensor that is not the box it planned",
-                tensor=key,
-                expected=f"sizes {self.sizes}",
-                found=f"sizes {tuple(tensor.shape)}",
-                remedy="transform the plan and the data in tandem",
-            )
-        if tensor.dtype != self.dtype:
-            raise PlanError(
-                "the planner resolved a tensor of another dtype than planned",
-                tensor=key,
-                expected=self.dtype,
-                found=tensor.dtype,
-                remedy="transform the plan and the data in tandem",
-            )
-        return _bytes_of(tensor)
-
-
-def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Row-major bytes: a view where the tensor is contiguous CPU memory, else a copy."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return dtypes.carrier(plain).reshape(-1).view(np.uint8)
-
-
 def _object_source(item: WriteItem, planner: SavePlanner) -> ChunkSource:
-    key = item.index.fqn
-    info = dtypes.OBJECT
-    if _serialises_as_stock(planner):
-        # A stock planner would hand over a pickle, which the format never holds: take the object itself and encode it.
-        data: Any = encode_object(planner.lookup_object(item.index), key=key)  # type: ignore[attr-defined]
-    else:
-        resolved = planner.resolve_data(item)
-        if not isinstance(resolved, io.BytesIO):
-            raise KindMismatchError(
-                "the planner planned an object and resolved something else",
-                tensor=key,
-                expected="io.BytesIO",
-                found=type(resolved).__name__,
-            )
-        info = dtypes.OBJECT if isinstance(resolved, EncodedObject) else dtypes.OPAQUE
-        data = resolved.getbuffer()
-    array = np.frombuffer(data, dtype=np.uint8)
-    if not array.size:
-        raise UnencodableObjectError("the planner serialised an object to no bytes at all", tensor=key, remedy="write at least one byte")
+    array, info = object_bytes(item, planner)
     extent = (array.size,)
-    return ChunkSource(name=key, dtype=info, shape=extent, offsets=(0,), sizes=extent, nbytes=array.size, load=lambda: array)
-
-
-def _serialises_as_stock(planner: SavePlanner) -> bool:
-    if not isinstance(planner, DefaultSavePlanner):
-        return False
-    kind = type(planner)
-    stock = DefaultSavePlanner
-    return kind.resolve_data is stock.resolve_data and kind.transform_object is stock.transform_object
+    return ChunkSource(name=item.index.fqn, dtype=info, shape=extent, offsets=(0,), sizes=extent, nbytes=array.size, load=lambda: array)
 
 
 # --------------------------------------------------------------------------------------------------------------- loading
@@ -279,8 +237,9 @@ class ManifestIndex(Mapping[MetadataIndex, ChunkLocation]):
     def __iter__(self) -> Iterator[MetadataIndex]:
         for name in self._names():
             entry = self._entry(name)
-            if self.manifest.entry(entry).dtype.torch_dtype is None:
-                yield MetadataIndex(name)
+            if self.manifest.entry(entry).dtype.is_object:
+                if len(self.manifest.chunks_of(entry)[2]):  # opaque bytes may be none at all
+                    yield MetadataIndex(name)
                 continue
             for position, offsets in enumerate(self.manifest.chunks_of(entry)[0]):
                 yield MetadataIndex(name, offsets.tolist(), position)
@@ -304,7 +263,7 @@ class ManifestIndex(Mapping[MetadataIndex, ChunkLocation]):
     def find_chunk(self, entry: int, index: MetadataIndex) -> int | None:
         """Manifest id of the chunk of ``entry`` that begins at ``index.offset``; ``index.index`` is a hint. ``None``: there is none."""
         offsets, _, ids = self.manifest.chunks_of(entry)
-        if self.manifest.entry(entry).dtype.torch_dtype is None:
+        if self.manifest.entry(entry).dtype.is_object:
             return int(ids[0]) if len(ids) else None
         wanted = tuple(index.offset) if index.offset is not None else (0,) * offsets.shape[1]
         hint = index.index
@@ -361,7 +320,7 @@ def metadata_of_manifest(manifest: Manifest, *, path: str, manifest_sha256: str)
 
 def _decoded(data: bytes, field: str, path: str) -> object:
     try:
-        return decode_object(data, key=field)
+        return decode_object(data, key=field, budget_bytes=memory_bytes())
     except DcpEngineError as error:
         error.path, error.file, error.tensor = path, "MANIFEST", None
         raise
@@ -430,10 +389,12 @@ def _request(item: ReadItem, planner: LoadPlanner, index: ManifestIndex, lock: t
                 tensor=key,
                 remedy="pass ShardReader(..., allow_opaque=True) if you trust whoever wrote this checkpoint",
             )
-        return _object_request(item, planner, key, chunk, manifest.chunk(chunk).nbytes, lock, encoded=info is dtypes.OBJECT)
+        nbytes = manifest.chunk(chunk).nbytes
+        value = ObjectTarget(item, planner, key, nbytes, lock, encoded=info is dtypes.OBJECT)
+        return ReadRequest(name=key, chunk=chunk, offsets=(0,), sizes=(nbytes,), open=value.open, commit=value.commit)
     if info.torch_dtype is None:
         raise KindMismatchError("the load plan wants a tensor where an object is stored", path=index.path, tensor=key)
-    target = _TensorTarget(item, planner, info.torch_dtype, lock)
+    target = TensorTarget(item, planner, info.torch_dtype, lock)
     return ReadRequest(
         name=key,
         chunk=chunk,
@@ -442,87 +403,3 @@ def _request(item: ReadItem, planner: LoadPlanner, index: ManifestIndex, lock: t
         open=target.open,
         commit=target.commit,
     )
-
-
-class _TensorTarget:
-    """One tensor box to fill: asks the planner for it late, gives it back when it is whole."""
-
-    __slots__ = ("_dtype", "_item", "_lock", "_planner", "_staged", "_tensor")
-
-    def __init__(self, item: ReadItem, planner: LoadPlanner, dtype: torch.dtype, lock: threading.Lock) -> None:
-        self._item = item
-        self._planner = planner
-        self._dtype = dtype
-        self._lock = lock
-        self._tensor: torch.Tensor | None = None
-        self._staged: torch.Tensor | None = None
-
-    def open(self) -> NDArray[Any]:
-        with self._lock:
-            self._tensor = tensor = self._planner.resolve_tensor(self._item)
-        target = tensor.detach()
-        self._check(target)
-        if target.device.type == "cpu" and not target.is_conj() and not target.is_neg():
-            return dtypes.carrier(target)
-        self._staged = torch.empty(tuple(self._item.lengths), dtype=self._dtype)
-        return dtypes.carrier(self._staged)
-
-    def commit(self) -> None:
-        with self._lock:
-            if self._tensor is None:  # an empty box: nothing was read, but the planner may count on the pair of calls
-                self._tensor = self._planner.resolve_tensor(self._item)
-            if self._staged is not None:
-                self._tensor.detach().copy_(self._staged)
-            self._planner.commit_tensor(self._item, self._tensor)
-        self._tensor = self._staged = None
-
-    def _check(self, target: torch.Tensor) -> None:
-        key = self._item.dest_index.fqn
-        if tuple(target.shape) != tuple(self._item.lengths):
-            raise ShapeMismatchError(
-                "the planner's target is not the box that it planned",
-                tensor=key,
-                expected=f"sizes {tuple(self._item.lengths)}",
-                found=f"sizes {tuple(target.shape)}",
-            )
-        if target.dtype != self._dtype:
-            raise DtypeMismatchError(
-                "the target's dtype is not the stored one",
-                tensor=key,
-                expected=f"{self._dtype} (stored)",
-                found=f"{target.dtype} (target)",
-                remedy='load with ReshardLoadPlanner(dtype="cast") to convert floats, or give a target of the stored dtype',
-            )
-
-
-def _object_request(
-    item: ReadItem, planner: LoadPlanner, key: str, chunk: int, nbytes: int, lock: threading.Lock, *, encoded: bool
-) -> ReadRequest:
-    buffer = np.empty(0, dtype=np.uint8)
-
-    def open_() -> NDArray[Any]:
-        nonlocal buffer
-        require_memory(nbytes, what="an object", tensor=key)
-        buffer = np.empty(nbytes, dtype=np.uint8)
-        return buffer
-
-    def commit() -> None:
-        nonlocal buffer
-        value = _payload(buffer, planner, key, encoded=encoded)
-        with lock:
-            planner.load_bytes(item, value)
-        buffer = np.empty(0, dtype=np.uint8)
-
-    return ReadRequest(name=key, chunk=chunk, offsets=(0,), sizes=(nbytes,), open=open_, commit=commit)
-
-
-def _payload(buffer: NDArray[np.uint8], planner: LoadPlanner, key: str, *, encoded: bool) -> io.BytesIO:
-    if not encoded:
-        return io.BytesIO(buffer.tobytes())
-    if getattr(planner, "accepts_encoded_objects", False):
-        return EncodedObject(buffer.tobytes())
-    # A stock planner unpickles what it is handed: it gets bytes that were made here, from a value that was decoded without a pickle.
-    stream = io.BytesIO()
-    torch.save(decode_object(buffer.data, key=key), stream)
-    stream.seek(0)
-    return stream
