@@ -6,7 +6,12 @@ import os
 
 from dcp_engine.errors import LimitExceededError
 
-__all__ = ["require_memory"]
+__all__ = ["memory_bytes", "require_memory"]
+
+
+def memory_bytes() -> int:
+    """Physical memory of this machine, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def require_memory(num_bytes: int, *, what: str, tensor: str | None = None) -> None:
@@ -24,7 +29,7 @@ def require_memory(num_bytes: int, *, what: str, tensor: str | None = None) -> N
 
     Thread-safety: safe.
     """
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = memory_bytes()
     if num_bytes > there:
         raise LimitExceededError(
             f"{what} is larger than this machine's memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import secrets
@@ -31,7 +32,7 @@ from dcp_engine.errors import (
 from dcp_engine.objects import decode_object, encode_object
 from dcp_engine.storage import dcp_records
 from dcp_engine.storage.backends import Directory, WriteFile, is_supported_path, locate
-from dcp_engine.storage.footer import decode_footer
+from dcp_engine.storage.limits import MAX_STEP, MAX_TEXT_BYTES
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
 from dcp_engine.storage.publish import AttemptRef, Publisher, open_publisher
@@ -119,8 +120,12 @@ class ShardWriter(StorageWriter):
         self._options = pipeline_options(threads=threads, bytes_in_flight=bytes_in_flight, codec=codec, level=level)
         self._components = ComponentMap(components)
         self._overwrite = overwrite
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-            raise InvalidOptionError("step is not a step", expected="None or an int of at least 0", found=repr(step))
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP):
+            raise InvalidOptionError("step is not a step", expected=f"None or an int from 0 to {MAX_STEP}", found=repr(step))
+        if run_id is not None and (not isinstance(run_id, str) or len(run_id.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES):
+            raise InvalidOptionError(
+                "run_id is not a name", expected=f"None or a str of at most {MAX_TEXT_BYTES} bytes", found=repr(run_id)[:300]
+            )
         self._step = step
         self._run_id = run_id
         # A copy through the codec: refused now if it cannot be stored, and deaf to later changes of the caller's containers.
@@ -168,9 +173,9 @@ class ShardWriter(StorageWriter):
 
         Raises:
             UnsupportedModeError: a stock planner replays a cached plan, which would also replay the previous save's destination.
-            UnsupportedTensorError: a tensor's dtype cannot be stored.
+            UnsupportedTensorError: a tensor's dtype, layout or number of dimensions cannot be stored.
         """
-        dcp_records.check_dtypes(plan)
+        dcp_records.check_tensors(plan)
         if not plan.usable and plan.planner_data is None:
             raise UnsupportedModeError(
                 "the stock planner's enable_plan_caching replays the previous save's plan, destination included",
@@ -178,7 +183,7 @@ class ShardWriter(StorageWriter):
                 rank=self._rank,
                 remedy="use BalancedSavePlanner, which caches safely, or DefaultSavePlanner(enable_plan_caching=False)",
             )
-        return _with_storage_data(plan, _LocalTicket(self._token))
+        return replace(plan, storage_data=_LocalTicket(self._token))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check the target and create the attempt.
@@ -199,7 +204,7 @@ class ShardWriter(StorageWriter):
         publisher = self._publisher()
         attempt = publisher.begin()
         self._attempt = (publisher, attempt)
-        return [_with_storage_data(plan, _Ticket(_token_of(plan), attempt, rank, world_size)) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=_Ticket(_token_of(plan), attempt, rank, world_size)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's shard files; they are durable when it returns. The result holds one record a file, in ``storage_data``.
@@ -222,8 +227,7 @@ class ShardWriter(StorageWriter):
             receipts = self._write_files(plan, planner, ticket)
         except DcpEngineError as error:
             error.rank = ticket.rank if error.rank is None else error.rank
-            error.path = self._path if error.path is None else error.path
-            error.step = self._step_of_path() if error.step is None else error.step
+            self._add_place(error)
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(
@@ -240,18 +244,21 @@ class ShardWriter(StorageWriter):
         assert self._attempt is not None, "finish() before prepare_global_plan()"
         publisher, attempt = self._attempt
         try:
-            receipts = self._checked_receipts(metadata, results, attempt)
+            receipts = self._receipts(results, attempt)
             manifest = self._manifest(metadata, receipts, attempt, world_size=len(results))
+            dcp_records.check_delivered(metadata, manifest)
             encoded = manifest.encode()
             publisher.commit(attempt, encoded, [(record.name, record.size_bytes) for record in manifest.files])
         except CommitStateUnknownError:
             self._attempt = None  # it may be published: nothing of it may be removed
             raise
-        except BaseException:
+        except BaseException as error:
             self._abort()
+            if isinstance(error, DcpEngineError):
+                self._add_place(error)
             raise
         self._attempt = None
-        self._fill(metadata, manifest)
+        self._fill(metadata, manifest, encoded)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -276,6 +283,10 @@ class ShardWriter(StorageWriter):
             publisher, attempt = self._attempt
             self._attempt = None
             publisher.abort(attempt)
+
+    def _add_place(self, error: DcpEngineError) -> None:
+        error.path = self._path if error.path is None else error.path
+        error.step = self._step_of_path() if error.step is None else error.step
 
     def _publisher(self) -> Publisher:
         assert self._path is not None
@@ -327,30 +338,21 @@ class ShardWriter(StorageWriter):
             raise
         return receipt, file
 
-    def _checked_receipts(self, metadata: Metadata, results: list[list[WriteResult]], attempt: AttemptRef) -> list[ShardReceipt]:
+    def _receipts(self, results: list[list[WriteResult]], attempt: AttemptRef) -> list[ShardReceipt]:
         receipts: list[ShardReceipt] = []
-        delivered: set[dcp_records.Box] = set()
-        num_delivered = 0
         for rank, written in enumerate(results):
             for result in written:
                 receipt = result.storage_data
                 if not isinstance(receipt, ShardReceipt) or receipt.nonce != attempt.nonce or receipt.rank != rank:
-                    raise PlanError("a rank reported files of another save", path=self._path, rank=rank, file=result.index.fqn)
-                boxes = dcp_records.chunks_of_table(decode_footer(receipt.footer).table)
-                num_delivered += len(boxes)
-                delivered |= boxes
+                    raise PlanError(
+                        "a rank reported files of another save",
+                        path=self._path,
+                        rank=rank,
+                        file=result.index.fqn,
+                        expected=f"what ShardWriter.write_data returned for attempt {attempt.nonce}",
+                        remedy="one save at a time may run on a process group, with one ShardWriter on each rank",
+                    )
                 receipts.append(receipt)
-        planned = dcp_records.chunks_of_metadata(metadata)
-        if delivered != planned or num_delivered != len(planned):
-            odd = delivered ^ planned
-            raise PlanError(
-                "the ranks did not write exactly what was planned",
-                path=self._path,
-                tensor=min(odd)[0] if odd else None,
-                expected=f"{len(planned)} chunks, each once",
-                found=f"{num_delivered} chunks written, {len(planned - delivered)} missing, {len(delivered - planned)} not planned",
-                remedy="custom planners must write the items of create_global_plan, and describe just those in its Metadata",
-            )
         return receipts
 
     def _manifest(self, metadata: Metadata, receipts: list[ShardReceipt], attempt: AttemptRef, *, world_size: int) -> Manifest:
@@ -372,7 +374,7 @@ class ShardWriter(StorageWriter):
             codec=self._options.codec,
         )
 
-    def _fill(self, metadata: Metadata, manifest: Manifest) -> None:
+    def _fill(self, metadata: Metadata, manifest: Manifest, encoded: bytes) -> None:
         assert self._path is not None
         metadata.storage_data = dcp_records.ManifestIndex(manifest, self._path)
         metadata.storage_meta = EngineStorageMeta(checkpoint_id=self._path, save_id=manifest.nonce)
@@ -382,6 +384,8 @@ class ShardWriter(StorageWriter):
             metadata.run_id = self._run_id
             metadata.saved_at = manifest.saved_at
             metadata.nonce = manifest.nonce
+            metadata.manifest_sha256 = hashlib.sha256(encoded).hexdigest()
+            metadata.user_metadata = self._user_metadata
 
 
 def _commit(file: WriteFile) -> None:
@@ -395,10 +399,6 @@ def _commit(file: WriteFile) -> None:
 def _environment() -> dict[str, str | None]:
     """The versions that a reader may want to compare; the fuller contract belongs to whoever knows the training job."""
     return {"python": platform.python_version(), "torch": str(torch.__version__), "cuda": torch.version.cuda}
-
-
-def _with_storage_data(plan: SavePlan, storage_data: object) -> SavePlan:
-    return replace(plan, storage_data=storage_data)
 
 
 def _token_of(plan: SavePlan) -> str:

@@ -138,15 +138,18 @@ def test_errors_are_raised_by_a_name_that_says_something(path: Path) -> None:
 
 
 def test_one_file_of_storage_knows_the_records_of_dcp_and_of_the_format() -> None:
-    knows_dcp, knows_format = set(), set()
+    knows_dcp, knows_format, knows_chunks = set(), set(), set()
     for path in (ROOT / "storage").rglob("*.py"):
         names = [what for _, what in imports(tree(path))]
         if any(what.startswith("torch.distributed") for what in names):
             knows_dcp.add(name(path))
         if any(what.startswith(("dcp_engine.storage.shard_table", "dcp_engine.storage.table")) for what in names):
             knows_format.add(name(path))
-    assert knows_dcp <= {"storage/dcp_records.py", "storage/reader.py", "storage/writer.py"}
+        if any(what.startswith(("dcp_engine.storage.manifest", "dcp_engine.storage.records")) for what in names):
+            knows_chunks.add(name(path))
+    assert knows_dcp <= {"storage/dcp_records.py", "storage/planner_values.py", "storage/reader.py", "storage/writer.py"}
     assert knows_dcp & knows_format <= {"storage/dcp_records.py"}
+    assert "storage/planner_values.py" not in knows_format | knows_chunks
     assert {"storage/writer.py", "storage/reader.py"} <= knows_dcp
     assert "storage/manifest.py" in knows_format
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.engine import refused, save
 
-from dcp_engine.errors import StorageError
+from dcp_engine import ShardReader, ShardWriter
+from dcp_engine.errors import InvalidOptionError, StorageError, UnsupportedModeError
+from dcp_engine.types import EngineMetadata
 
 
 def test_a_flush_that_fails_ends_the_save_and_leaves_no_descriptor_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +33,25 @@ def test_a_flush_that_fails_ends_the_save_and_leaves_no_descriptor_open(tmp_path
     assert error.file in ("model-00000.shard", "optimizer-00000.shard")
     assert len(os.listdir("/proc/self/fd")) == before
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("options", [{"step": -1}, {"step": 2**63}, {"step": True}, {"run_id": 7}, {"run_id": "é" * 2049}])
+def test_what_no_manifest_holds_is_refused_before_anything_is_written(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOptionError, match=next(iter(options))):
+        ShardWriter("c", **options)
+
+
+def test_a_machine_of_another_byte_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.byteorder", "big")
+    with pytest.raises(UnsupportedModeError, match="little-endian"):
+        ShardWriter("c")
+
+
+def test_the_metadata_of_a_save_is_the_one_that_is_read_back(tmp_path: Path) -> None:
+    saved = save({"model": {"w": torch.ones(3)}}, tmp_path / "step-00000007", run_id="r", metadata={"note": (1, 2)})
+    read = ShardReader(tmp_path / "step-00000007").read_metadata()
+    assert isinstance(saved, EngineMetadata)
+    assert isinstance(read, EngineMetadata)
+    assert (read.step, read.run_id, read.user_metadata) == (7, "r", {"note": (1, 2)})
+    for name in ("step", "run_id", "saved_at", "nonce", "manifest_sha256", "user_metadata", "version"):
+        assert getattr(saved, name) == getattr(read, name), name
