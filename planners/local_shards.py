@@ -105,7 +105,7 @@ def describe(key: str, value: Any, *, loading: bool = False) -> LocalTensor | No
 
     Raises:
         UnsupportedTensorError: a tensor that cannot be stored, by name: partial placements, legacy ``ShardedTensor``, sparse, nested,
-            mkldnn or quantised layouts, fake or meta tensors, unknown wrapper subclasses.
+            mkldnn or quantised layouts, fake or meta tensors, unknown wrapper subclasses; a target whose elements share memory.
 
     Thread-safety: pure, but for waiting on collectives in flight.
     """
@@ -353,7 +353,7 @@ def _checked(key: str, tensor: Any, loading: bool) -> torch.Tensor:
         raise UnsupportedTensorError("the local part of a tensor is not a tensor", tensor=key, found=_type_name(tensor))
     if type(tensor) not in _PLAIN_TYPES:
         tensor = wait_for_collective(tensor)
-    reason = _refusal(tensor)
+    reason = _refusal(tensor, loading)
     if reason is not None:
         raise UnsupportedTensorError(f"{reason} cannot be {'loaded into' if loading else 'saved'}", tensor=key, found=_type_name(tensor))
     if type(tensor) is torch.Tensor and not tensor.requires_grad:
@@ -362,7 +362,7 @@ def _checked(key: str, tensor: Any, loading: bool) -> torch.Tensor:
     return tensor.detach() if type(tensor) is torch.nn.Parameter else tensor.as_subclass(torch.Tensor).detach()
 
 
-def _refusal(tensor: torch.Tensor) -> str | None:
+def _refusal(tensor: torch.Tensor, loading: bool) -> str | None:
     """Name of the kind of tensor that has no bytes to store or to fill, None where it has."""
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}"
@@ -379,7 +379,18 @@ def _refusal(tensor: torch.Tensor) -> str | None:
             return f"a tensor of the wrapper class {type(tensor).__qualname__}, whose content the engine does not know,"
     if tensor.is_meta:
         return "a meta tensor, which has no data,"
+    if loading and not tensor.is_contiguous() and _overlaps_itself(tensor):
+        return "a tensor of which several elements are one place in memory, as expand() makes it,"
     return None
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _type_name(value: object) -> str:

@@ -265,3 +265,31 @@ class AnswersAll(dict[str, int]):
 
 def test_an_object_with_an_answer_for_every_name_is_no_tensor() -> None:
     assert not is_tensor_like(AnswersAll(a=1))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        torch.zeros(1, 6).expand(4, 6),
+        torch.zeros(4, 1).expand(4, 6),
+        torch.zeros(30).as_strided((4, 6), (2, 1)),
+        torch.zeros(8).unfold(0, 4, 2),
+    ],
+)
+def test_elements_that_share_memory_are_saved_and_never_loaded_into(target: torch.Tensor) -> None:
+    assert describe("x", target) is not None
+    with pytest.raises(UnsupportedTensorError, match="expand") as caught:
+        describe("x", target, loading=True)
+    assert caught.value.tensor == "x"
+
+
+@given(data=st.data())
+def test_views_whose_elements_have_memory_of_their_own_are_targets(data: st.DataObject) -> None:
+    view = torch.zeros(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    for dim in range(view.ndim):
+        begin = data.draw(st.integers(0, view.shape[dim] - 1))
+        view = view[(slice(None),) * dim + (slice(begin, None, data.draw(st.integers(1, 3))),)]
+    view = view.permute(data.draw(st.permutations(range(view.ndim))))
+    described = describe("x", view, loading=True)
+    assert described is not None
+    assert described.global_shape == tuple(view.shape)
