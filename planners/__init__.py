@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcp_engine.planners.keys import strip
     from dcp_engine.planners.load import ReshardLoadPlanner
     from dcp_engine.planners.load_report import LoadReport
+    from dcp_engine.planners.rename import strip
     from dcp_engine.planners.save import BalancedSavePlanner
 
 __all__ = ["BalancedSavePlanner", "LoadReport", "ReshardLoadPlanner", "strip"]
@@ -17,7 +17,7 @@ _HOME = {
     "BalancedSavePlanner": "dcp_engine.planners.save",
     "LoadReport": "dcp_engine.planners.load_report",
     "ReshardLoadPlanner": "dcp_engine.planners.load",
-    "strip": "dcp_engine.planners.keys",
+    "strip": "dcp_engine.planners.rename",
 }
 
 

@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from dcp_engine.errors import KeyMismatchError, MalformedCheckpointError
 from dcp_engine.memory import require_memory
 from dcp_engine.planners.catalogue import Catalogue
-from dcp_engine.planners.keys import Selection, dotted_prefixes, rename_path
 from dcp_engine.planners.local_shards import is_tensor_like
+from dcp_engine.planners.rename import rename_path
+from dcp_engine.planners.selection import Selection, dotted_prefixes
 from dcp_engine.planners.skeleton import MAPPINGS, Node, decode_skeleton, unflatten
 from dcp_engine.types import Path, PlannerData
 

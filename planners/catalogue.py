@@ -10,7 +10,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from dcp_engine.errors import CorruptCheckpointError, KeyMismatchError
-from dcp_engine.planners.keys import Selection, rename_all
+from dcp_engine.planners.rename import rename_all
+from dcp_engine.planners.selection import Selection
 from dcp_engine.types import PlannerData
 
 __all__ = ["Catalogue", "Entry", "read_catalogue"]

@@ -21,14 +21,15 @@ from dcp_engine.planners.build import build_state, collapse_containers
 from dcp_engine.planners.catalogue import Catalogue, read_catalogue
 from dcp_engine.planners.dtype_policy import DtypePolicy, check_policy, is_exact
 from dcp_engine.planners.garbage import without_gc
-from dcp_engine.planners.key_check import Verdict, judge, listed, report_keys
-from dcp_engine.planners.keys import Rename, Selection, Strictness, compile_rename, rename_param_names
 from dcp_engine.planners.load_items import LeanLoadPlan, object_item, tensor_items, with_items
 from dcp_engine.planners.load_object import load_object
 from dcp_engine.planners.load_report import Cast, LoadReport
 from dcp_engine.planners.local_shards import LocalTensor, describe, is_tensor_like
 from dcp_engine.planners.materialise import Materialiser, is_meta
 from dcp_engine.planners.misfits import Misfit, check_dtype, check_kind, check_shape, raise_misfits
+from dcp_engine.planners.rename import Rename, compile_rename, rename_param_names
+from dcp_engine.planners.selection import Selection
+from dcp_engine.planners.strictness import Strictness, Verdict, judge, listed, report_keys
 from dcp_engine.planners.ties import TieCheck, find_ties
 from dcp_engine.planners.tree import assign, flatten
 from dcp_engine.types import EngineMetadata

@@ -39,8 +39,8 @@ from dcp_engine.errors import (
     UntrustedDataError,
     UsageError,
 )
-from dcp_engine.planners.keys import strip
 from dcp_engine.planners.load import ReshardLoadPlanner
+from dcp_engine.planners.rename import strip
 from dcp_engine.planners.skeleton import encode_skeleton
 from dcp_engine.planners.tree import flatten
 from dcp_engine.types import EngineMetadata, PlannerData

@@ -1,4 +1,4 @@
-"""Renames, selections, strictness and hints: tables of names."""
+"""Renames and hints: tables of names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import pickle
 import pytest
 
 from dcp_engine.errors import DuplicateKeyError, InvalidOptionError
-from dcp_engine.planners.keys import (
-    Selection,
-    Strictness,
+from dcp_engine.planners.rename import (
     compile_rename,
-    optimizer_slot,
     rename_all,
     rename_hint,
     rename_param_names,
@@ -113,75 +110,6 @@ def test_parameter_names_in_groups_follow_the_rename() -> None:
 )
 def test_other_values_are_left_alone_by_a_rename(key: str, value: list[object]) -> None:
     assert rename_param_names(key, value, strip()) is value
-
-
-@pytest.mark.parametrize(
-    ("patterns", "selected"),
-    [
-        (None, {"model.a.w", "model.b.w", "optim.x", "modelx"}),
-        (["model"], {"model.a.w", "model.b.w"}),
-        (["model.*"], {"model.a.w", "model.b.w"}),
-        (["*.w"], {"model.a.w", "model.b.w"}),
-        (["model.[a]"], {"model.a.w"}),
-        (["model.b.w", "optim"], {"model.b.w", "optim.x"}),
-        ([], set()),
-    ],
-)
-def test_a_selection_takes_globs_and_whole_subtrees(patterns: list[str] | None, selected: set[str]) -> None:
-    keys = ["model.a.w", "model.b.w", "optim.x", "modelx"]
-    assert set(filter(Selection(patterns), keys)) == selected
-    assert Selection(patterns).unmatched(keys) == ()
-
-
-def test_patterns_that_select_nothing_are_told() -> None:
-    assert Selection(["model", "modle", "x*", "optim.*"]).unmatched(["model.w", "optim.y"]) == ("modle", "x*")
-
-
-@pytest.mark.parametrize("bad", ["model.*", [""], [3]])
-def test_a_bad_selection_is_refused(bad: object) -> None:
-    with pytest.raises(InvalidOptionError, match="sequence of globs"):
-        Selection(bad)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("strict", "key", "expected"),
-    [
-        (True, "optim.x", True),
-        (False, "model.x", False),
-        ({"optimizer": False}, "optim.state.w.exp_avg", False),
-        ({"optim": False}, "optimizer.state.w.exp_avg", False),
-        ({"optimizer": False}, "model.x", True),
-        ({"model": False}, "anything.else", False),
-        ({}, "model.x", True),
-    ],
-)
-def test_strictness_goes_by_component(strict: bool | dict[str, bool], key: str, expected: bool) -> None:
-    assert Strictness(strict).of(key) is expected
-
-
-def test_components_of_the_writer_have_strictness_of_their_own() -> None:
-    strictness = Strictness({"vision": False}, {"model.vision.*": "vision"})
-    assert strictness.of("model.vision.w") is False
-    assert strictness.of("model.text.w") is True
-
-
-@pytest.mark.parametrize("bad", [None, {"modle": True}, {"model": 1}])
-def test_a_bad_strictness_is_refused(bad: object) -> None:
-    with pytest.raises(InvalidOptionError):
-        Strictness(bad)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("key", "slot"),
-    [
-        ("optimizer.state.layers.0.weight.exp_avg", ("optimizer.state.layers.0.weight", "exp_avg")),
-        ("state.0.step", ("state.0", "step")),
-        ("optimizer.state.w", None),
-        ("optimizer.param_groups.0.lr", None),
-    ],
-)
-def test_an_optimizer_slot_is_its_parameter_and_name(key: str, slot: tuple[str, str] | None) -> None:
-    assert optimizer_slot(key) == slot
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,19 @@
-"""Names on load: how a checkpoint's key becomes a key of the state, which keys are asked for, and how strict each component is.
+"""Renames: how a checkpoint's key becomes a key of the state.
 
 Everything here is pure and decides from strings alone. A key is a path whose elements are joined by dots, as DCP flattens a state.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final
 
-from dcp_engine.components import DEFAULT_COMPONENT, WELL_KNOWN, ComponentMap
 from dcp_engine.errors import DuplicateKeyError, InvalidOptionError
 from dcp_engine.types import Path
 
-__all__ = [
-    "Rename",
-    "Selection",
-    "Strictness",
-    "compile_rename",
-    "dotted_prefixes",
-    "optimizer_slot",
-    "rename_all",
-    "rename_hint",
-    "rename_param_names",
-    "rename_path",
-    "strip",
-]
+__all__ = ["Rename", "compile_rename", "rename_all", "rename_hint", "rename_param_names", "rename_path", "strip"]
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """From a key of the checkpoint to the key of the state: prefixes and what replaces them, or a function."""
@@ -163,119 +149,6 @@ def rename_param_names(key: str, value: object, rename: Callable[[str], str]) ->
     if not all(name.startswith(renamed_head) and name.endswith(".y") for name in renamed):
         return value
     return [name[len(renamed_head) : -len(".y")] for name in renamed]
-
-
-class Selection:
-    """Which keys are asked for: those of which the whole, or a part up to a dot, matches one of the globs.
-
-    ``*`` also matches dots. ``"model"`` asks for all of ``model.*``.
-
-    Args:
-        patterns: globs by the rules of ``fnmatch``, case-sensitive. ``None`` asks for all keys.
-
-    Raises:
-        InvalidOptionError: a single string, or an empty or non-string pattern.
-
-    Thread-safety: immutable after construction.
-    """
-
-    def __init__(self, patterns: Sequence[str] | None = None) -> None:
-        if patterns is not None and (isinstance(patterns, str) or not all(isinstance(glob, str) and glob for glob in patterns)):
-            raise InvalidOptionError("keys is not a sequence of globs", expected="such as ['model.*']", found=repr(patterns))
-        self.is_all = patterns is None
-        self._plain = {glob for glob in patterns or () if not _GLOB.search(glob)}
-        self._globs = [glob for glob in patterns or () if _GLOB.search(glob)]
-        self._matches = [_compile_globs([glob]) for glob in self._globs]
-        self._match_any = _compile_globs(self._globs) if self._globs else None
-
-    def __call__(self, key: str) -> bool:
-        """Whether ``key`` is asked for."""
-        if self.is_all:
-            return True
-        if self._plain and any(part in self._plain for part in dotted_prefixes(key)):
-            return True
-        return self._match_any is not None and self._match_any(key) is not None
-
-    def unmatched(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """Patterns that none of ``keys`` matches."""
-        if self.is_all:
-            return ()
-        plain, globs = set(self._plain), dict(zip(self._globs, self._matches, strict=True))
-        for key in keys:
-            plain.difference_update(dotted_prefixes(key))
-            for glob in [glob for glob, match in globs.items() if match(key)]:
-                del globs[glob]
-            if not plain and not globs:
-                break
-        return (*sorted(plain), *globs)
-
-
-_GLOB = re.compile(r"[*?\[]")
-
-
-def _compile_globs(globs: Sequence[str]) -> Callable[[str], re.Match[str] | None]:
-    return re.compile("|".join(fnmatch.translate(form) for glob in globs for form in (glob, f"{glob}.*"))).match
-
-
-def dotted_prefixes(key: str) -> Iterator[str]:
-    """``a``, ``a.b`` and ``a.b.c`` for ``a.b.c``."""
-    at = key.find(".")
-    while at >= 0:
-        yield key[:at]
-        at = key.find(".", at + 1)
-    yield key
-
-
-class Strictness:
-    """Whether missing and unexpected keys are errors, by component.
-
-    Args:
-        strict: for all components, or per component; components that are not named are strict. Names of top-level entries that stand for a
-            component (``optim``) are taken for it.
-        components: glob pattern of keys -> component, before the well-known names (:mod:`dcp_engine.components`).
-
-    Raises:
-        InvalidOptionError: a name that is no component, or a value that is not a bool.
-
-    Thread-safety: immutable after construction.
-    """
-
-    def __init__(self, strict: bool | Mapping[str, bool], components: Mapping[str, str] | None = None) -> None:
-        self._components = ComponentMap(components)
-        if isinstance(strict, bool):
-            self._default, self._by_component = strict, {}
-            return
-        if not isinstance(strict, Mapping):
-            raise InvalidOptionError("strict is neither a bool nor a mapping of components to bools", found=repr(strict))
-        known = {DEFAULT_COMPONENT, *WELL_KNOWN.values(), *(components or {}).values()}
-        self._default, self._by_component = True, dict[str, bool]()
-        for name, value in strict.items():
-            component = name if name in known else WELL_KNOWN.get(name)
-            if component is None or not isinstance(value, bool):
-                raise InvalidOptionError(
-                    f"strict[{name!r}] is not a component's strictness",
-                    expected=f"True or False for one of {', '.join(sorted(known))}",
-                    found=repr(value),
-                )
-            self._by_component[component] = value
-
-    def of(self, key: str) -> bool:
-        """Whether a missing or unexpected ``key`` is an error."""
-        return self._by_component.get(self._components.of(key), self._default) if self._by_component else self._default
-
-    def is_optimizer(self, key: str) -> bool:
-        """Whether ``key`` is of the optimizer's component."""
-        return self._components.of(key) == "optimizer"
-
-
-def optimizer_slot(key: str) -> tuple[str, str] | None:
-    """An optimizer's state of one parameter: (key up to the parameter's name, name of the slot such as ``exp_avg``); None for other keys.
-
-    Call it for keys of the optimizer's component, or of an optimizer's own state dict: elsewhere a module may be named ``state``.
-    """
-    head, found, rest = f".{key}".partition(".state.")
-    owner, dot, slot = rest.rpartition(".")
-    return (f"{head}.state.{owner}"[1:], slot) if found and dot else None
 
 
 def rename_hint(missing: Collection[str], unexpected: Collection[str]) -> str | None:

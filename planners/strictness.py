@@ -1,4 +1,4 @@
-"""Missing and unexpected keys, decided once for all ranks.
+"""Missing and unexpected keys: which of them are errors, decided once for all ranks.
 
 A rank's state need not hold every key of a checkpoint: it may be one stage of a pipeline, or lie outside a tensor's mesh. So each rank
 reports which keys it wants, one bit per key of the checkpoint, and the coordinator decides over the union.
@@ -6,18 +6,61 @@ reports which keys it wants, one bit per key of the checkpoint, and the coordina
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dcp_engine.errors import KeyMismatchError, PlanError, RankDisagreementError
+from dcp_engine.components import DEFAULT_COMPONENT, WELL_KNOWN, ComponentMap
+from dcp_engine.errors import InvalidOptionError, KeyMismatchError, PlanError, RankDisagreementError
 from dcp_engine.planners.catalogue import Catalogue
-from dcp_engine.planners.keys import Strictness, optimizer_slot, rename_hint
+from dcp_engine.planners.rename import rename_hint
 
-__all__ = ["KeyReport", "Verdict", "judge", "listed", "report_keys"]
+__all__ = ["KeyReport", "Strictness", "Verdict", "judge", "listed", "report_keys"]
 
 _NUM_SHOWN = 10
+
+
+class Strictness:
+    """Whether missing and unexpected keys are errors, by component.
+
+    Args:
+        strict: for all components, or per component; components that are not named are strict. Names of top-level entries that stand for a
+            component (``optim``) are taken for it.
+        components: glob pattern of keys -> component, before the well-known names (:mod:`dcp_engine.components`).
+
+    Raises:
+        InvalidOptionError: a name that is no component, or a value that is not a bool.
+
+    Thread-safety: immutable after construction.
+    """
+
+    def __init__(self, strict: bool | Mapping[str, bool], components: Mapping[str, str] | None = None) -> None:
+        self._components = ComponentMap(components)
+        if isinstance(strict, bool):
+            self._default, self._by_component = strict, {}
+            return
+        if not isinstance(strict, Mapping):
+            raise InvalidOptionError("strict is neither a bool nor a mapping of components to bools", found=repr(strict))
+        known = {DEFAULT_COMPONENT, *WELL_KNOWN.values(), *(components or {}).values()}
+        self._default, self._by_component = True, dict[str, bool]()
+        for name, value in strict.items():
+            component = name if name in known else WELL_KNOWN.get(name)
+            if component is None or not isinstance(value, bool):
+                raise InvalidOptionError(
+                    f"strict[{name!r}] is not a component's strictness",
+                    expected=f"True or False for one of {', '.join(sorted(known))}",
+                    found=repr(value),
+                )
+            self._by_component[component] = value
+
+    def of(self, key: str) -> bool:
+        """Whether a missing or unexpected ``key`` is an error."""
+        return self._by_component.get(self._components.of(key), self._default) if self._by_component else self._default
+
+    def is_optimizer(self, key: str) -> bool:
+        """Whether ``key`` is of the optimizer's component."""
+        return self._components.of(key) == "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +118,44 @@ def judge(catalogue: Catalogue, reports: Sequence[object], strictness: Strictnes
     if not missing and not unexpected:
         return Verdict((), ())
     verdict = Verdict(tuple(sorted(missing)), tuple(unexpected))
-    half = _half_absent(there, verdict, strictness)
+    slots = _OptimizerSlots((*names, *verdict.missing), strictness)
+    half = _half_absent(there, verdict, slots)
     fatal = Verdict(*(tuple(key for key in keys if key in half or strictness.of(key)) for keys in (verdict.missing, verdict.unexpected)))
     if fatal.missing or fatal.unexpected:
         raise KeyMismatchError(
-            _message(fatal, half), missing=fatal.missing, unexpected=fatal.unexpected, remedy=_remedy(there, fatal, half)
+            _message(fatal, half), missing=fatal.missing, unexpected=fatal.unexpected, remedy=_remedy(there, fatal, half, slots)
         )
     return verdict
 
 
-def _slot(key: str, strictness: Strictness) -> str | None:
-    """The parameter whose optimizer state ``key`` belongs to."""
-    if not strictness.is_optimizer(key) and not key.startswith("state."):
-        return None
-    slot = optimizer_slot(key)
-    return slot[0] if slot is not None else None
+class _OptimizerSlots:
+    """Tells an optimizer's state from other keys: by its component, or since ``param_groups`` stand beside ``state``, whatever its name.
+
+    A module, too, may be called ``state``.
+    """
+
+    def __init__(self, keys: Iterable[str], strictness: Strictness) -> None:
+        self._strictness = strictness
+        self._heads = {head for head, found, _ in (f".{key}".partition(".param_groups.") for key in keys) if found}
+
+    def owner(self, key: str) -> str | None:
+        """Key up to the name of the parameter whose state ``key`` is a part of, such as ``optimizer.state.layer.weight``."""
+        head, found, rest = f".{key}".partition(".state.")
+        parameter, dot, _ = rest.rpartition(".")
+        if not found or not dot or not (head in self._heads or self._strictness.is_optimizer(key)):
+            return None
+        return f"{head}.state.{parameter}"[1:]
 
 
-def _half_absent(there: Iterable[str], verdict: Verdict, strictness: Strictness) -> frozenset[str]:
+def _half_absent(there: Iterable[str], verdict: Verdict, slots: _OptimizerSlots) -> frozenset[str]:
     absent: dict[str, list[str]] = {}
     for key in (*verdict.missing, *verdict.unexpected):
-        owner = _slot(key, strictness)
+        owner = slots.owner(key)
         if owner is not None:
             absent.setdefault(owner, []).append(key)
     if not absent:
         return frozenset()
-    present = {_slot(key, strictness) for key in there}
+    present = set(map(slots.owner, there))
     return frozenset(key for owner, keys in absent.items() if owner in present for key in keys)
 
 
@@ -119,14 +174,13 @@ def listed(verdict: Verdict) -> str:
     return "; ".join(parts)
 
 
-def _remedy(there: Iterable[str], fatal: Verdict, half: Collection[str]) -> str:
+def _remedy(there: Iterable[str], fatal: Verdict, half: Collection[str], slots: _OptimizerSlots) -> str:
     hint = rename_hint(fatal.missing, fatal.unexpected)
     if hint is not None:
         return hint
     if half:
         return "keep the optimizer's settings as they were when it was saved; strict= does not allow this"
-    slots = [key for key in fatal.unexpected if optimizer_slot(key) is not None]
-    if slots and not any(optimizer_slot(key) for key in there):
+    if any(map(slots.owner, fatal.unexpected)) and not any(map(slots.owner, there)):
         return (
             "a fresh optimizer has no state to load into: take its state from get_optimizer_state_dict (or get_state_dict) of"
             " torch.distributed.checkpoint.state_dict, which initialises it"
