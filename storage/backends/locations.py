@@ -58,7 +58,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
         text = os.fsdecode(path)
     except TypeError as error:
         raise InvalidOptionError("a checkpoint path is a str or a path object", expected="str or os.PathLike", found=repr(path)) from error
-    if not text or "\0" in text:
+    if not text or "\0" in text or not _is_encodable(text):
         raise InvalidOptionError("this cannot be the path of a checkpoint", expected="a path or a URL", found=repr(text))
     local_url = _LOCAL_URL.fullmatch(text)
     if local_url is not None:
@@ -75,6 +75,15 @@ def locate(path: str | os.PathLike[str]) -> Location:
             remedy="pass URLs as str: path objects and normpath merge the two slashes (a local directory of this name is ./" + text + ")",
         )
     return Location(_absolute(text), remote=False)
+
+
+def _is_encodable(text: str) -> bool:
+    """Whether the system has bytes for a name: for a lone surrogate that stands for no byte it has none."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _tidy_url(text: str, rest: str) -> str:

@@ -53,7 +53,21 @@ def test_urls_are_kept(given: str, path: str) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["", "\0", "/a\0b", 7, None, "s3:/bucket/x", Path("s3://bucket/x"), "s3://", "s3:///", "s3://b/../c", "file://host/x", "file://"],
+    [
+        "",
+        "\0",
+        "/a\0b",
+        "/a\ud800",
+        7,
+        None,
+        "s3:/bucket/x",
+        Path("s3://bucket/x"),
+        "s3://",
+        "s3:///",
+        "s3://b/../c",
+        "file://host/x",
+        "file://",
+    ],
 )
 def test_what_cannot_be_a_path_is_refused(given: object) -> None:
     with pytest.raises(InvalidOptionError):
