@@ -123,7 +123,8 @@ def _build_array(parts: list[Any]) -> np.ndarray[Any, Any]:
     dtype, shape = _dtype_of(spec), _shape(dims)
     # The size is proven by the bytes at hand before anything is allocated for it.
     require(math.prod(shape) * dtype.itemsize == len(blob), "an array whose shape and bytes disagree")
-    out = np.empty(shape, dtype, order=order)
+    # Not np.empty: it makes strings of one character of those of none, whose number no byte has proven.
+    out: np.ndarray[Any, Any] = np.ndarray(shape, dtype, order=cast(Any, order))
     if blob:
         out.reshape(-1, order=order).view(np.uint8)[:] = np.frombuffer(blob, np.uint8)
     return out

@@ -649,3 +649,16 @@ def test_fifty_megabytes_are_copied_once() -> None:
     finally:
         tracemalloc.stop()
     assert decode_object(data, key="k") == {"a": [blob]}
+
+
+@pytest.mark.parametrize("dtype", ["S0", "U0", "V0"])
+def test_arrays_of_elements_without_bytes_keep_their_type_and_claim_no_memory(dtype: str) -> None:
+    array: np.ndarray[Any, Any] = np.ndarray((2, 3), np.dtype(dtype))
+    found = decode_object(encode_object(array, key="k"), key="k")
+    assert isinstance(found, np.ndarray)
+    assert (found.dtype.str, found.shape) == (np.dtype(dtype).str, (2, 3))
+
+    hostile = msgpack.packb([msgpack.ExtType(30, b""), np.dtype(dtype).str, [1 << 40], "C", b""])
+    claimed = decode_object(hostile, key="k")
+    assert isinstance(claimed, np.ndarray)
+    assert claimed.nbytes == 0
