@@ -206,11 +206,15 @@ class ObjectTarget:
         num_bytes: length of its bytes.
         encoded: the bytes are in our encoding; else the planner gets them as they are.
         lock: held during each call of the planner.
+
+    Raises:
+        LimitExceededError: it is larger than this machine's memory. Said here, before its blocks are planned, which are as many.
     """
 
     __slots__ = ("_buffer", "_encoded", "_item", "_key", "_lock", "_num_bytes", "_planner")
 
     def __init__(self, item: ReadItem, planner: LoadPlanner, key: str, num_bytes: int, lock: threading.Lock, *, encoded: bool) -> None:
+        require_memory(num_bytes, what="an object", tensor=key)
         self._item = item
         self._planner = planner
         self._key = key
@@ -220,8 +224,7 @@ class ObjectTarget:
         self._buffer = np.empty(0, dtype=np.uint8)
 
     def open(self) -> NDArray[Any]:
-        """Memory for the bytes. Raises ``LimitExceededError`` for more than this machine has."""
-        require_memory(self._num_bytes, what="an object", tensor=self._key)
+        """Memory for the bytes."""
         self._buffer = np.empty(self._num_bytes, dtype=np.uint8)
         return self._buffer
 

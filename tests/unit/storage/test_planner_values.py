@@ -10,7 +10,14 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItem, WriteItemType
 
-from dcp_engine.errors import DtypeMismatchError, KindMismatchError, PlanError, ShapeMismatchError, UnsupportedTensorError
+from dcp_engine.errors import (
+    DtypeMismatchError,
+    KindMismatchError,
+    LimitExceededError,
+    PlanError,
+    ShapeMismatchError,
+    UnsupportedTensorError,
+)
 from dcp_engine.objects import encode_object
 from dcp_engine.storage.planner_values import ObjectTarget, TensorBytes, TensorTarget
 from dcp_engine.types import EncodedObject
@@ -130,3 +137,10 @@ def test_a_stock_planner_gets_what_torch_load_takes() -> None:
     into.open()[:] = list(data)
     into.commit()
     assert torch.load(planner.told[0], weights_only=True) == {1: (2, 3)}
+
+
+def test_an_object_beyond_memory_is_refused_before_it_is_asked_for() -> None:
+    planner: Any = Planner(None)
+    with pytest.raises(LimitExceededError) as caught:
+        ObjectTarget(READ, planner, "o", 1 << 56, threading.Lock(), encoded=True)
+    assert (caught.value.tensor, caught.value.found) == ("o", f"{1 << 56} bytes")
