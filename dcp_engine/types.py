@@ -6,6 +6,7 @@ Records only: no I/O, no decisions. Everything here may cross ranks by pickle.
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +64,7 @@ class PlannerData(dict[str, Path]):
         mapping: dict[str, Path] | None = None,
         *,
         skeleton: bytes = b"",
-        ties: dict[str, str] | None = None,
+        ties: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(mapping or {})
         self.skeleton = skeleton
