@@ -12,6 +12,7 @@ from typing import Any
 
 from dcp_engine.errors import (
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     DcpEngineError,
     DigestMismatchError,
     IncompleteCheckpointError,
@@ -28,8 +29,9 @@ from dcp_engine.storage.limits import MAX_RECORD_STORED_BYTES, RECORD_BYTES
 from dcp_engine.storage.publish_posix import PosixPublisher
 from dcp_engine.storage.steps import parse_step_name
 
-__all__ = ["AttemptRef", "OpenCheckpoint", "Publisher", "attach_checkpoint", "open_checkpoint", "open_publisher"]
+__all__ = ["AttemptRef", "OpenCheckpoint", "Publisher", "attach_checkpoint", "open_checkpoint", "open_publisher", "require_unchanged"]
 
+_MAX_REPLACED = 5
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 
@@ -84,8 +86,43 @@ def open_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping[st
         if location.remote:
             _require_no_object(directory)
         raise _what_is_there(directory, error) from error
-    data = _data_directory(location, marker, storage_options)
-    return OpenCheckpoint(marker, _read_manifest(data, marker), data)
+    for _ in range(_MAX_REPLACED):
+        try:
+            data = _data_directory(location, marker, storage_options)
+            return OpenCheckpoint(marker, _read_manifest(data, marker), data)
+        except CorruptCheckpointError:
+            latest = read_marker(directory)
+            if latest == marker:
+                raise
+            marker = latest  # replaced between COMPLETE and MANIFEST
+    raise CheckpointNotFoundError(
+        "the checkpoint is replaced faster than it can be opened", path=location.path, remedy="save to names of their own"
+    )
+
+
+def require_unchanged(path: str | os.PathLike[str], marker: Marker, *, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Tells a checkpoint that is damaged from one that somebody replaced or removed while it was read: call it when a read has failed.
+
+    Args:
+        marker: of the ``OpenCheckpoint`` that was read.
+
+    Raises:
+        CheckpointNotFoundError: the checkpoint that was opened is no longer there.
+    """
+    try:
+        found = read_marker(resolve(path, storage_options)).nonce
+    except MissingFileError:
+        found = "no checkpoint"
+    except DcpEngineError:
+        return
+    if found != marker.nonce:
+        raise CheckpointNotFoundError(
+            "the checkpoint was replaced or removed while it was read",
+            path=str(path),
+            expected=marker.nonce,
+            found=found,
+            remedy="load again; do not overwrite or delete checkpoints that are being read",
+        )
 
 
 def attach_checkpoint(

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_engine.errors import DcpEngineError, InvalidOptionError, RankDisagreementError, StorageError
+from dcp_engine.errors import CorruptCheckpointError, DcpEngineError, InvalidOptionError, RankDisagreementError, StorageError
 from dcp_engine.storage import dcp_records
 from dcp_engine.storage.backends import is_supported_path, locate
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
-from dcp_engine.storage.publish import OpenCheckpoint, attach_checkpoint, open_checkpoint
+from dcp_engine.storage.publish import OpenCheckpoint, attach_checkpoint, open_checkpoint, require_unchanged
 from dcp_engine.storage.read_pipeline import read_chunks
 from dcp_engine.storage.workers import WorkerPool
 from dcp_engine.types import EngineMetadata
@@ -153,14 +153,11 @@ class ShardReader(StorageReader):
 
         Raises:
             CorruptCheckpointError kinds: naming file, tensor and block. The targets are undefined then.
+            CheckpointNotFoundError: somebody replaced or removed the checkpoint meanwhile. Likewise.
         """
         metadata = self._metadata()
-        assert self._opened is not None
-        index = metadata.storage_data
         try:
-            requests = dcp_records.requests_of_plan(plan, planner, index, allow_opaque=self._allow_opaque)
-            with WorkerPool(self._options.threads) as pool:
-                read_chunks(index.manifest, self._opened[0].directory.open, requests, options=self._options, pool=pool, path=index.path)
+            self._read(plan, planner, metadata.storage_data)
         except DcpEngineError as error:
             error.rank = self._rank if error.rank is None else error.rank
             error.path = self._path if error.path is None else error.path
@@ -193,6 +190,17 @@ class ShardReader(StorageReader):
             self.read_metadata()
         assert self._opened is not None
         return self._opened[1]
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner, index: dcp_records.ManifestIndex) -> None:
+        assert self._opened is not None
+        opened = self._opened[0]
+        requests = dcp_records.requests_of_plan(plan, planner, index, allow_opaque=self._allow_opaque)
+        try:
+            with WorkerPool(self._options.threads) as pool:
+                read_chunks(index.manifest, opened.directory.open, requests, options=self._options, pool=pool, path=index.path)
+        except CorruptCheckpointError:
+            require_unchanged(index.path, opened.marker, storage_options=self._storage_options)
+            raise
 
     def _open(self) -> tuple[OpenCheckpoint, EngineMetadata]:
         if self._path is None:

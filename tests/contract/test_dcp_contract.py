@@ -345,6 +345,23 @@ def test_a_missing_checkpoint_reaches_the_user_as_our_error(tmp_path: Path) -> N
         ShardReader(tmp_path / "none").read_metadata()
 
 
+def test_a_checkpoint_replaced_during_a_load_is_not_called_damaged(tmp_path: Path) -> None:
+    def save(value: float) -> None:
+        dcp.save({"w": torch.full((5,), value)}, storage_writer=ShardWriter(tmp_path / "c", overwrite=True), planner=BalancedSavePlanner())
+
+    class Overtaken(ShardReader):
+        def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+            super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+            save(2.0)
+
+    save(1.0)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(5)}, storage_reader=Overtaken(tmp_path / "c"), planner=ReshardLoadPlanner())
+    error = failure_of(caught.value)
+    assert type(error) is CheckpointNotFoundError
+    assert "replaced" in str(error)
+
+
 def test_bytes_of_a_users_planner_are_refused_unless_allowed(tmp_path: Path) -> None:
     dcp.save({"x": torch.ones(3), "note": "hello"}, storage_writer=ShardWriter(tmp_path / "a"), planner=OwnBytesPlanner())
     for planner in (DefaultLoadPlanner(), ReshardLoadPlanner()):

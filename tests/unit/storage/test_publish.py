@@ -27,9 +27,10 @@ from dcp_engine.errors import (
     TruncatedFileError,
     UnsupportedVersionError,
 )
-from dcp_engine.storage.backends import local
+from dcp_engine.storage import publish as publish_module
+from dcp_engine.storage.backends import Directory, local
 from dcp_engine.storage.envelope import Marker, encode_marker
-from dcp_engine.storage.publish import attach_checkpoint, open_checkpoint, open_publisher
+from dcp_engine.storage.publish import attach_checkpoint, open_checkpoint, open_publisher, require_unchanged
 
 
 @pytest.fixture
@@ -219,6 +220,47 @@ def test_a_manifest_of_impossible_size_is_not_read(target: Path, size_bytes: int
     with pytest.raises(LimitExceededError) as caught:
         open_checkpoint(target)
     assert caught.value.found == f"{size_bytes} bytes"
+
+
+def test_a_checkpoint_replaced_while_it_is_opened_is_opened_anew(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_marker = publish_module.read_marker
+    later = []
+
+    def read_then_replace(directory: Directory) -> Marker:
+        marker = read_marker(directory)
+        if not later:
+            later.append(publish(target, manifest=b"another" * 20, overwrite=True))
+        return marker
+
+    monkeypatch.setattr(publish_module, "read_marker", read_then_replace)
+    opened = open_checkpoint(target)
+    assert (opened.marker.nonce, opened.manifest_bytes) == (later[0].nonce, b"another" * 20)
+
+
+def test_a_checkpoint_that_is_always_replaced_is_given_up(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_marker = publish_module.read_marker
+    lengths = iter(range(100, 200))
+
+    def read_then_replace(directory: Directory) -> Marker:
+        marker = read_marker(directory)
+        publish(target, manifest=bytes(next(lengths)), overwrite=True)
+        return marker
+
+    monkeypatch.setattr(publish_module, "read_marker", read_then_replace)
+    with pytest.raises(CheckpointNotFoundError, match="replaced"):
+        open_checkpoint(target)
+
+
+def test_a_replaced_and_a_removed_checkpoint_are_told_from_a_damaged_one(target: Path) -> None:
+    marker = open_checkpoint(target).marker
+    (target / "MANIFEST").unlink()
+    require_unchanged(target, marker)
+    ref = publish(target, overwrite=True)
+    with pytest.raises(CheckpointNotFoundError, match=ref.nonce):
+        require_unchanged(target, marker)
+    shutil.rmtree(target)
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
+        require_unchanged(target, marker)
 
 
 def test_a_data_directory_that_leads_out_of_the_checkpoint_is_refused(target: Path) -> None:
