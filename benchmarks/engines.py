@@ -1,0 +1,233 @@
+"""Every engine in the same form: save a state to a path, load it from there into tensors that exist. Only public calls."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from benchmarks import limits
+from benchmarks.files import fsync_tree
+from benchmarks.results import Role
+from benchmarks.state import State
+from dcp_engine import BalancedSavePlanner, ReshardLoadPlanner, ShardReader, ShardWriter
+
+__all__ = ["PEERS", "Engine", "dcp_engine", "dcp_process", "dcp_stock", "dcp_zstandard", "peers", "physical_limit", "version_of"]
+
+PEERS = ("safetensors", "torch-checkpointing", "torchsnapshot", "zipnn")
+"""Distributions that are measured where they are installed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One engine in one configuration.
+
+    Attributes:
+        name: as the tables show it.
+        role: ours, DCP, another peer, or a physical limit.
+        save: writes a state to a path that does not exist yet.
+        load: fills the tensors of a state from a path.
+        comparable: see :class:`benchmarks.results.SystemResult`.
+        note: what a reader has to know.
+        unavailable: why it cannot run; empty where it can.
+        begin: before a run, outside the clock.
+        end: after a run, outside the clock.
+    """
+
+    name: str
+    role: Role
+    save: Callable[[str, State], None]
+    load: Callable[[str, State], None]
+    comparable: bool = True
+    note: str = ""
+    unavailable: str = ""
+    begin: Callable[[], None] = lambda: None
+    end: Callable[[], None] = lambda: None
+
+
+def version_of(distribution: str) -> str | None:
+    """Its version; None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def dcp_engine(*, codec: str, threads: int, name: str = "") -> Engine:
+    """Ours, with our planners; always durable and always checked."""
+
+    def save(path: str, state: State) -> None:
+        dcp.save(state.nested, storage_writer=ShardWriter(path, codec=codec, threads=threads), planner=BalancedSavePlanner())
+
+    def load(path: str, state: State) -> None:
+        dcp.load(state.nested, storage_reader=ShardReader(path, threads=threads), planner=ReshardLoadPlanner())
+
+    return Engine(name=name or f"dcp-engine {codec}", role="ours", save=save, load=load)
+
+
+def dcp_stock(*, threads: int, sync: bool = True, durable: bool = True) -> Engine:
+    """The installed torch's DCP with its planners.
+
+    Args:
+        threads: of its writer; its reader has one.
+        sync: its ``sync_files``.
+        durable: fsync means something where it saves.
+    """
+
+    def save(path: str, state: State) -> None:
+        dcp.save(state.nested, storage_writer=FileSystemWriter(path, thread_count=threads, sync_files=sync))
+
+    name = f"DCP, {threads} thread{'s' if threads > 1 else ''}" + ("" if not durable else ", fsync" if sync else ", no fsync")
+    note = "" if sync or not durable else "not durable: no part in the ratios"
+    return Engine(name=name, role="dcp", save=save, load=_dcp_load, comparable=sync or not durable, note=note)
+
+
+def dcp_zstandard(*, threads: int) -> Engine:
+    """DCP with its ZStandard extension."""
+    from torch.distributed.checkpoint._extension import ZStandard  # DCP has no public name for it
+
+    def save(path: str, state: State) -> None:
+        dcp.save(state.nested, storage_writer=FileSystemWriter(path, thread_count=threads, _extensions=[ZStandard()]))
+
+    name = f"DCP + ZStandard, {threads} thread{'s' if threads > 1 else ''}"
+    return Engine(name=name, role="dcp", save=save, load=_dcp_load, note="its reader has one thread")
+
+
+def dcp_process(*, threads: int) -> Engine:
+    """DCP's process executor, waited for: what a save takes that runs beside the training."""
+
+    def begin() -> None:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def save(path: str, state: State) -> None:
+        writer = FileSystemWriter(path, thread_count=threads)
+        response: Any = dcp.async_save(state.nested, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
+        response.result()
+
+    def end() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    note = "stages and then saves in a daemon; the first round starts it; memory of the daemon is not counted"
+    return Engine(name=f"DCP process, {threads} threads, fsync", role="dcp", save=save, load=_dcp_load, note=note, begin=begin, end=end)
+
+
+def physical_limit(*, threads: int, sync: bool) -> Engine:
+    """Plain calls by as many threads."""
+    return Engine(
+        name=f"plain pwrite{' + fsync' if sync else ''}, {threads} threads",
+        role="limit",
+        save=lambda path, state: limits.plain_write(path, state, threads=threads, sync=sync),
+        load=lambda path, state: limits.plain_read(path, state, threads=threads),
+        note="a file a thread, nothing checked",
+    )
+
+
+def peers(*, sync: bool) -> list[Engine]:
+    """The engines that are not DCP, in their default configuration; a peer that is not installed says so.
+
+    Args:
+        sync: make what they saved durable, inside the clock, as a checkpoint has to be: none of them does.
+    """
+    makers = (_safetensors, _torch_save, _torch_save_mmap, _torch_checkpointing, _torchsnapshot)
+    return [_synced(make()) if sync else make() for make in makers]
+
+
+def _synced(engine: Engine) -> Engine:
+    def save(path: str, state: State) -> None:
+        engine.save(path, state)
+        fsync_tree(path)
+
+    return Engine(
+        name=f"{engine.name} + fsync",
+        role=engine.role,
+        save=save,
+        load=engine.load,
+        note=engine.note,
+        unavailable=engine.unavailable,
+    )
+
+
+def _dcp_load(path: str, state: State) -> None:
+    dcp.load(state.nested, storage_reader=FileSystemReader(path))
+
+
+def _safetensors() -> Engine:
+    def save(path: str, state: State) -> None:
+        from safetensors.torch import save_file
+
+        save_file(state.flat, path)
+
+    def load(path: str, state: State) -> None:
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:
+            for name, tensor in state.flat.items():
+                tensor.copy_(file.get_tensor(name))
+
+    return Engine(name="safetensors", role="peer", save=save, load=load, unavailable=_missing("safetensors"))
+
+
+def _torch_save() -> Engine:
+    return Engine(name="torch.save", role="peer", save=_save_with_torch, load=lambda path, state: _load_with_torch(path, state, mmap=False))
+
+
+def _torch_save_mmap() -> Engine:
+    return Engine(
+        name="torch.load mmap", role="peer", save=_save_with_torch, load=lambda path, state: _load_with_torch(path, state, mmap=True)
+    )
+
+
+def _save_with_torch(path: str, state: State) -> None:
+    torch.save(state.flat, path)
+
+
+def _load_with_torch(path: str, state: State, *, mmap: bool) -> None:
+    loaded = torch.load(path, mmap=mmap, weights_only=True)
+    for name, tensor in state.flat.items():
+        tensor.copy_(loaded[name])
+
+
+def _torch_checkpointing() -> Engine:
+    def manager() -> Any:
+        module = importlib.import_module("torch_checkpointing")
+        storage = importlib.import_module("torch_checkpointing.storage.filesystem").LocalFileSystemStorageConfig(use_direct_io=False)
+        return module.CheckpointManager(module.CheckpointManager.Config(save=module.SyncCheckpointSaverConfig(), storage_config=storage))
+
+    return Engine(
+        name="torch-checkpointing",
+        role="peer",
+        save=lambda path, state: manager().save(path, state.nested),
+        load=lambda path, state: manager().load(path, into=state.nested),
+        note="synchronous, without its direct I/O, which some file systems refuse",
+        unavailable=_missing("torch-checkpointing"),
+    )
+
+
+def _torchsnapshot() -> Engine:
+    def module() -> Any:
+        return importlib.import_module("torchsnapshot")
+
+    return Engine(
+        name="torchsnapshot",
+        role="peer",
+        save=lambda path, state: module().Snapshot.take(path=path, app_state={"state": module().StateDict(**state.flat)}),
+        load=lambda path, state: module().Snapshot(path).restore({"state": module().StateDict(**state.flat)}),
+        unavailable=_missing("torchsnapshot"),
+    )
+
+
+def _missing(distribution: str) -> str:
+    return "" if version_of(distribution) else f"not installed: pip install {distribution}"

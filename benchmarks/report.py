@@ -1,0 +1,141 @@
+"""Tables: on the terminal while it runs, and in benchmarks/README.md between two markers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.results import CaseResult, Claim, RowResult, SystemResult
+
+__all__ = ["BEGIN", "END", "case_table", "claims_table", "insert_between_markers", "row_text", "summary"]
+
+BEGIN = "<!-- newest results: begin -->"
+END = "<!-- newest results: end -->"
+
+
+def row_text(row: RowResult, *, pictures: str = "") -> str:
+    """One row as Markdown: claims, a table a case, notes.
+
+    Args:
+        row: what was measured.
+        pictures: link prefix of the row's picture; empty for none.
+    """
+    lines = [f"### {row.name}: {row.title}", ""]
+    if pictures:
+        lines += [f"![{row.name}]({pictures}{row.name}.png)", ""]
+    lines += [claims_table(row.claims), ""]
+    for case in row.cases:
+        lines += [f"**{case.name}**" + (f", {case.nbytes / 1e6:,.0f} MB" if case.nbytes else ""), "", case_table(case), ""]
+    lines += [f"- {note}" for note in row.notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def claims_table(claims: list[Claim]) -> str:
+    """The row's figures: reach, measured, spread, whether it holds."""
+    cells = [["figure", "reach", "measured", "rounds' spread", ""]]
+    for claim in claims:
+        bound = f"{'<=' if claim.at_most else '>='} {claim.reach:.3g}"
+        measured = "-" if claim.measured is None else f"{claim.measured:.3g}"
+        rounds = "" if claim.low is None or claim.high is None else f"{claim.low:.3g} to {claim.high:.3g}"
+        holds = {None: "not measured", True: "holds", False: "short"}[claim.holds]
+        cells.append([claim.text, bound, measured, rounds, holds])
+    return _table(cells)
+
+
+def case_table(case: CaseResult) -> str:
+    """The systems of a case: time with spread, speed, times ours, stored bytes, peak memory, and why there is no figure."""
+    facts = _facts_shown(case)
+    heads = [
+        "system",
+        "median s",
+        "min to max",
+        *(["GB/s"] if case.nbytes else []),
+        "x ours",
+        *(label for label, _, _ in facts),
+        "peak MB",
+        "",
+    ]
+    cells = [heads]
+    for system in case.systems:
+        cells.append(_system_cells(case, system, facts))
+    return _table(cells)
+
+
+def summary(rows: list[RowResult]) -> str:
+    """One line: how many figures hold."""
+    claims = [claim for row in rows for claim in row.claims]
+    held = sum(claim.holds is True for claim in claims)
+    short = [claim.text for claim in claims if claim.holds is False]
+    unknown = sum(claim.holds is None for claim in claims)
+    return f"{held} of {len(claims)} figures hold, {len(short)} are short, {unknown} were not measured"
+
+
+def insert_between_markers(text: str, section: str) -> str:
+    """The document with the section in place of what was between the markers.
+
+    Raises:
+        ValueError: a marker is missing, twice there, or they are the wrong way round.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in after or END in before:
+        raise ValueError(f"the document must hold {BEGIN!r} and after it {END!r}, once each")
+    return f"{before}{BEGIN}\n\n{section.strip()}\n\n{END}{after}"
+
+
+_FACTS: tuple[tuple[str, str, Any], ...] = (
+    ("stored / raw", "stored_bytes", None),
+    ("read MB", "bytes_by_calls", lambda value: f"{value / 1e6:,.1f}"),
+    ("device MB", "bytes_from_device", lambda value: f"{value / 1e6:,.1f}"),
+    ("even shares", "largest_share", lambda value: f"{value:.2f}"),
+    ("times read", "times_read", lambda value: f"{value:.2f}"),
+    ("us a chunk", "us_a_chunk", lambda value: f"{value:.2f}"),
+    ("plan s", "plan_secs", lambda value: f"{value:.3f}"),
+    ("finish s", "finish_secs", lambda value: f"{value:.3f}"),
+    ("local ms", "local_secs", lambda value: f"{value * 1e3:.1f}"),
+    ("gathered MB", "gathered_bytes", lambda value: f"{value / 1e6:,.2f}"),
+    ("scattered MB", "scattered_bytes", lambda value: f"{value / 1e6:,.2f}"),
+    ("results MB", "result_bytes", lambda value: f"{value / 1e6:,.2f}"),
+    ("broadcast MB", "broadcast_bytes", lambda value: f"{value / 1e6:,.2f}"),
+    ("manifest MB", "manifest_bytes", lambda value: f"{value / 1e6:,.2f}"),
+    ("open s", "open_secs", lambda value: f"{value:.3f}"),
+    ("load plan s", "load_plan_secs", lambda value: f"{value:.3f}"),
+)
+
+
+def _facts_shown(case: CaseResult) -> list[tuple[str, str, Any]]:
+    """Facts that some system of the case told; device bytes only where a device was read."""
+    told = {name for system in case.systems for name in system.facts}
+    if not any((system.fact("bytes_from_device") or 0) > 0 for system in case.systems):
+        told.discard("bytes_from_device")
+    if "bytes_by_calls" in told and "stored_bytes" in told:
+        told.discard("stored_bytes")  # a slice: the file's size is not what is compared
+    return [entry for entry in _FACTS if entry[1] in told]
+
+
+def _system_cells(case: CaseResult, system: SystemResult, facts: list[tuple[str, str, Any]]) -> list[str]:
+    time = system.time
+    if time is None:
+        return [system.name, "-", "", *([""] if case.nbytes else []), "", *("" for _ in facts), "", system.failure or "no round"]
+    times = case.times_faster(system)
+    cells = [system.name, f"{time.median:.4g}", f"{time.low:.4g} to {time.high:.4g}"]
+    if case.nbytes:
+        cells.append(f"{case.nbytes / time.median / 1e9:.2f}")
+    cells.append("" if times is None else f"{times.median:.2f}")
+    for _, name, show in facts:
+        value = system.fact(name)
+        if value is None:
+            cells.append("")
+        elif show is not None:
+            cells.append(show(value))
+        else:
+            cells.append(f"{value / case.nbytes:.3f}" if case.nbytes else f"{value:.0f}")
+    peak = system.peak_bytes if system.peak_bytes is not None else system.fact("peak_bytes")
+    return [*cells, "" if peak is None else f"{peak / 1e6:,.0f}", system.note]
+
+
+def _table(cells: list[list[str]]) -> str:
+    """Markdown that also reads well as plain text."""
+    widths = [max(3, *(len(line[column]) for line in cells)) for column in range(len(cells[0]))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
