@@ -227,13 +227,7 @@ def _settle_replicas(entries: Mapping[str, _Entry], digests: Sequence[NDArray[np
             for holder in holders:
                 by_content.setdefault(int(digests[holder[0]][holder[1]]), []).append(holder)
             if 0 in by_content:
-                raise PlanError(
-                    "several ranks hold the same part of a tensor that they take for sharded",
-                    tensor=entry.key,
-                    expected=f"one rank for the box at {tuple(box[0])} of sizes {tuple(box[1])}",
-                    found=f"ranks {[rank for rank, _ in holders]}",
-                    remedy="save with the process group that the state's device meshes belong to",
-                )
+                raise _shared_shard(entry.key, box, sorted({rank for rank, _ in holders}))
             if len(by_content) > 1:
                 chosen = True
                 if policy.of(entry.key) == "error":
@@ -243,6 +237,20 @@ def _settle_replicas(entries: Mapping[str, _Entry], digests: Sequence[NDArray[np
     if unequal:
         raise _mismatch(unequal, kinds)
     return chosen
+
+
+def _shared_shard(key: str, box: Box, ranks: Sequence[int]) -> PlanError:
+    one = len(ranks) == 1
+    return PlanError(
+        "a rank holds the same part of a tensor twice"
+        if one
+        else "several ranks hold the same part of a tensor that they take for sharded",
+        tensor=key,
+        rank=ranks[0],
+        expected=f"one holder of the box at {tuple(box[0])} of sizes {tuple(box[1])}",
+        found=None if one else f"ranks {', '.join(map(str, ranks))}",
+        remedy="give each box of the tensor once" if one else "save with the process group that the state's device meshes belong to",
+    )
 
 
 def _grouped(groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

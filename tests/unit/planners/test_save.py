@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import pickle
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -191,6 +193,15 @@ def test_a_tensor_of_which_no_rank_holds_anything_is_not_left_out_silently(saves
     with pytest.raises(PlanError, match="no rank that takes part") as caught:
         saves(2).plan([{"w": empty, "x": 1}, {"w": empty, "x": 1}])
     assert caught.value.tensor == "w"
+
+
+def test_a_box_that_one_rank_gives_twice_is_refused(saves: Callable[..., Saves]) -> None:
+    twice = part((4,), (0,), torch.zeros(4))
+    twice.global_offsets = twice.local_offsets = ((0,), (0,))  # type: ignore[attr-defined]
+    twice.local_sizes = ((4,), (4,))  # type: ignore[attr-defined]
+    with pytest.raises(PlanError, match=r"twice.*'w'.*box at \(0,\) of sizes \(4,\)") as caught:
+        saves(1).plan([{"w": twice}])
+    assert caught.value.rank == 0
 
 
 def test_an_overlap_names_tensor_and_ranks(saves: Callable[..., Saves]) -> None:
@@ -454,6 +465,18 @@ def test_a_plan_that_the_coordinator_never_made_is_refused_and_then_forgotten(sa
         run.plan([{"a": torch.ones(2)}, {"b": torch.ones(2)}])
     assert caught.value.rank == 1
     assert run.plan([{"a": torch.ones(2)}, {"b": torch.ones(2)}]).written() == [["a"], ["b"]]
+
+
+def test_cached_plans_hold_no_value_of_an_earlier_save(saves: Callable[..., Saves]) -> None:
+    first = model()
+    gone = weakref.ref(first["model"]["w"])
+    run = saves(2).plan([first, first])
+    run.content()
+    del first
+    run.plan([model(), model()])
+    assert [len(plan.items) for plan in run.local] == [0, 0]
+    gc.collect()
+    assert gone() is None
 
 
 def test_two_planners_share_nothing(saves: Callable[..., Saves]) -> None:
