@@ -8,7 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dcp_engine.errors import MissingFileError, RankDisagreementError
+from dcp_engine.errors import (
+    CheckpointExistsError,
+    CommitError,
+    ConcurrentCommitError,
+    MissingFileError,
+    RankDisagreementError,
+    TruncatedFileError,
+)
 from dcp_engine.storage.backends.base import Directory
 from dcp_engine.storage.envelope import Marker, encode_marker, is_shard_name, parse_marker
 from dcp_engine.storage.limits import MAX_MARKER_BYTES
@@ -18,12 +25,16 @@ __all__ = [
     "MARKER_NAME",
     "AttemptRef",
     "Publisher",
+    "changed_meanwhile",
+    "check_replaceable",
+    "check_reported",
     "check_same_target",
     "is_own_file",
     "listing",
     "marker_of",
     "new_nonce",
     "nonce_at",
+    "published_first",
     "read_marker",
     "write_whole",
 ]
@@ -148,6 +159,78 @@ def marker_of(nonce: str, data: str, manifest: bytes) -> bytes:
         data: directory, relative to COMPLETE, that holds the other files: ``"."`` or the nonce.
     """
     return encode_marker(Marker(nonce=nonce, data=data, manifest_bytes=len(manifest), manifest_sha256=hashlib.sha256(manifest).hexdigest()))
+
+
+def check_replaceable(path: str, names: Sequence[str], strangers: Sequence[str], *, overwrite: bool) -> None:
+    """Whether what lies at a target may give way to a new checkpoint.
+
+    Args:
+        path: the target.
+        names: what lies there, at least one.
+        strangers: those of them that are no part of a checkpoint, which are never replaced.
+        overwrite: the user asked to replace a checkpoint.
+
+    Raises:
+        CheckpointExistsError: it may not.
+    """
+    if strangers:
+        raise CheckpointExistsError(
+            "the target holds what is not part of a checkpoint", path=path, found=listing(strangers), remedy="save to another name"
+        )
+    if not overwrite:
+        raise CheckpointExistsError(
+            "there is a checkpoint already", path=path, found=listing(names), remedy="save to another name, or pass overwrite=True"
+        )
+
+
+def check_reported(path: str, files: Sequence[tuple[str, int]], sizes: Iterable[int], names: Iterable[str]) -> None:
+    """Whether an attempt holds exactly what the ranks reported.
+
+    Args:
+        path: of the attempt.
+        files: name and size in bytes that the ranks reported.
+        sizes: what each of these files has, in bytes.
+        names: everything in the attempt.
+
+    Raises:
+        TruncatedFileError, CommitError
+    """
+    for (name, size_bytes), found in zip(files, sizes, strict=True):
+        if found != size_bytes:
+            raise TruncatedFileError(
+                "a file is not as long as its rank reported",
+                path=path,
+                file=name,
+                expected=f"{size_bytes} bytes",
+                found=f"{found} bytes",
+                remedy="look for what else writes there, then save again",
+            )
+    unreported = sorted(set(names) - {name for name, _ in files})
+    if unreported:
+        raise CommitError(
+            "the attempt holds files that no rank reported",
+            path=path,
+            found=listing(unreported),
+            remedy="look for what else writes there, then save again",
+        )
+
+
+def changed_meanwhile(path: str, expected: str, found: object) -> ConcurrentCommitError:
+    """The error for a target that is not what was to be replaced any more."""
+    return ConcurrentCommitError(
+        "another writer changed the checkpoint that was to be replaced",
+        path=path,
+        expected=expected,
+        found=found,
+        remedy="look at what is there",
+    )
+
+
+def published_first(path: str, expected: str, found: object) -> ConcurrentCommitError:
+    """The error for a target that another attempt took."""
+    return ConcurrentCommitError(
+        "another writer published here first", path=path, expected=expected, found=found, remedy="keep the one that is there"
+    )
 
 
 def write_whole(directory: Directory, name: str, content: bytes) -> None:

@@ -18,26 +18,27 @@ from collections.abc import Sequence
 
 from dcp_engine.errors import (
     CheckpointExistsError,
-    CommitError,
     CommitStateUnknownError,
-    ConcurrentCommitError,
     CorruptCheckpointError,
     DcpEngineError,
     InvalidOptionError,
     RankDisagreementError,
-    TruncatedFileError,
     UnsupportedVersionError,
 )
 from dcp_engine.storage.attempts import (
     MANIFEST_NAME,
     MARKER_NAME,
     AttemptRef,
+    changed_meanwhile,
+    check_replaceable,
+    check_reported,
     check_same_target,
     is_own_file,
     listing,
     marker_of,
     new_nonce,
     nonce_at,
+    published_first,
     write_whole,
 )
 from dcp_engine.storage.backends import Location
@@ -140,7 +141,7 @@ class PosixPublisher:
         """MANIFEST, COMPLETE, rename, each flushed before the next."""
         check_same_target(self._target, ref)
         directory = LocalDirectory(ref.attempt)
-        _check_files(directory, files)
+        check_reported(ref.attempt, files, [directory.file_size(name) for name, _ in files], directory.names())
         for name, content in ((MANIFEST_NAME, manifest), (MARKER_NAME, marker_of(ref.nonce, ".", manifest))):
             write_whole(directory, name, content)
             self.seal(ref)
@@ -196,20 +197,7 @@ class PosixPublisher:
             strangers = [name for name in names if not _is_own_entry(self._target, name)]
         except OSError as error:
             raise storage_failure(error, "look at what is there already", path=self._target) from error
-        if strangers:
-            raise CheckpointExistsError(
-                "the directory holds what is not part of a checkpoint",
-                path=self._target,
-                found=listing(strangers),
-                remedy="save to another name",
-            )
-        if not self._overwrite:
-            raise CheckpointExistsError(
-                "there is a checkpoint already",
-                path=self._target,
-                found=listing(names),
-                remedy="save to another name, or pass overwrite=True",
-            )
+        check_replaceable(self._target, names, strangers, overwrite=self._overwrite)
         try:
             return nonce_at(LocalDirectory(self._target)) or _INCOMPLETE
         except (CorruptCheckpointError, UnsupportedVersionError):
@@ -217,25 +205,37 @@ class PosixPublisher:
 
     def _publish(self, ref: AttemptRef) -> str | None:
         """Gives the attempt its name. Returns where the replaced checkpoint now lies, if there was one."""
-        if ref.replaces is not None and self._inspect_target() != ref.replaces:
-            raise ConcurrentCommitError(
-                "another writer changed the checkpoint that was to be replaced",
-                path=self._target,
-                expected=ref.replaces,
-                remedy="look at what is there",
-            )
+        if ref.replaces is not None and (there := self._inspect_target()) != ref.replaces:
+            raise changed_meanwhile(self._target, ref.replaces, there)
         trash = os.path.join(self._parent, f".trash-{uuid.uuid4().hex}")
         try:
             if ref.replaces is None:
                 os.rename(ref.attempt, self._target)
                 return None
-            if not exchange(ref.attempt, self._target):
+            if exchange(ref.attempt, self._target):
+                self._check_exchanged(ref, ref.replaces)
+            else:
                 self._rename_twice(ref, trash)
         except OSError as error:
             self._look(ref, error)
         with contextlib.suppress(OSError):
             os.rename(ref.attempt, trash)  # an exchange has left the old one here
         return next((place for place in (trash, ref.attempt) if os.path.lexists(place)), None)
+
+    def _check_exchanged(self, ref: AttemptRef, replaces: str) -> None:
+        """Takes back an exchange that hit a checkpoint which came after the look at the target: nobody asked to replace that."""
+        out = _nonce_or_error(ref.attempt)
+        if not isinstance(out, str) or out == replaces:
+            return
+        if not exchange(ref.attempt, self._target):
+            self._uncertain.add(ref.nonce)
+            raise CommitStateUnknownError(
+                "a checkpoint that was not to be replaced could not be put back",
+                path=self._target,
+                found=out,
+                remedy=f"it lies whole at {ref.attempt!r}: rename it by hand; nothing was deleted",
+            )
+        raise changed_meanwhile(self._target, replaces, out)
 
     def _rename_twice(self, ref: AttemptRef, trash: str) -> None:
         """Retires the old checkpoint, then gives its name to the new one; puts the old one back if that fails."""
@@ -263,13 +263,7 @@ class PosixPublisher:
         if there == ref.nonce:
             return
         if isinstance(there, str) and there != ref.replaces:
-            raise ConcurrentCommitError(
-                "another writer published here first",
-                path=self._target,
-                expected=ref.nonce,
-                found=there,
-                remedy="keep the one that is there",
-            ) from error
+            raise published_first(self._target, ref.nonce, there) from error
         untouched = _nonce_or_error(ref.attempt) == ref.nonce
         if untouched and error.errno in _OCCUPIED:
             raise CheckpointExistsError(
@@ -305,23 +299,6 @@ def _is_own_entry(path: str, name: str) -> bool:
     if stat.S_ISDIR(mode) and is_nonce(name):
         return all(_is_own_entry(place, inner) and not is_nonce(inner) for inner in os.listdir(place))
     return stat.S_ISREG(mode) and is_own_file(name)
-
-
-def _check_files(directory: LocalDirectory, files: Sequence[tuple[str, int]]) -> None:
-    """The attempt must hold exactly what the ranks reported."""
-    for name, size_bytes in files:
-        found = directory.file_size(name)
-        if found != size_bytes:
-            raise TruncatedFileError(
-                "a file is not as long as its rank reported",
-                path=directory.path,
-                file=name,
-                expected=f"{size_bytes} bytes",
-                found=f"{found} bytes",
-            )
-    unreported = sorted(set(directory.names()) - {name for name, _ in files})
-    if unreported:
-        raise CommitError("the attempt holds files that no rank reported", path=directory.path, found=listing(unreported))
 
 
 def _nonce_or_error(path: str) -> str | DcpEngineError | None:

@@ -14,26 +14,26 @@ from typing import Any
 
 from dcp_engine.errors import (
     CheckpointExistsError,
-    CommitError,
     CommitStateUnknownError,
-    ConcurrentCommitError,
     CorruptCheckpointError,
     DcpEngineError,
     StorageError,
     StoragePermissionError,
-    TruncatedFileError,
     UnsupportedVersionError,
 )
 from dcp_engine.storage.attempts import (
     MANIFEST_NAME,
     MARKER_NAME,
     AttemptRef,
+    changed_meanwhile,
+    check_replaceable,
+    check_reported,
     check_same_target,
     is_own_file,
-    listing,
     marker_of,
     new_nonce,
     nonce_at,
+    published_first,
     write_whole,
 )
 from dcp_engine.storage.backends import Location
@@ -137,39 +137,22 @@ class RemotePublisher:
         # Prefixes of other attempts may lie there: without COMPLETE they are nothing.
         names = [name for name in directory.names() if not is_nonce(name)]
         strangers = [name for name in names if not is_own_file(name)]
-        if strangers:
-            raise CheckpointExistsError(
-                "the prefix holds what is not part of a checkpoint",
-                path=self._target,
-                found=listing(strangers),
-                remedy="save to another name",
-            )
         try:
             nonce = nonce_at(directory)
         except (CorruptCheckpointError, UnsupportedVersionError):
             nonce = _INCOMPLETE
         if nonce is None and not names:
             return None
-        if not self._overwrite:
-            raise CheckpointExistsError(
-                "there is a checkpoint already",
-                path=self._target,
-                found=listing(names or [MARKER_NAME]),
-                remedy="save to another name, or pass overwrite=True",
-            )
+        # A listing may be late: what COMPLETE says is there, is there.
+        check_replaceable(self._target, names or [MARKER_NAME], strangers, overwrite=self._overwrite)
         return nonce or _INCOMPLETE
 
     def _check_replaced(self, directory: RemoteDirectory, ref: AttemptRef) -> list[tuple[RemoteDirectory, str]]:
         """The objects that nobody needs once the new checkpoint is published."""
         if ref.replaces is None:
             return []
-        if self._inspect_target(directory) != ref.replaces:
-            raise ConcurrentCommitError(
-                "another writer changed the checkpoint that was to be replaced",
-                path=self._target,
-                expected=ref.replaces,
-                remedy="look at what is there",
-            )
+        if (there := self._inspect_target(directory)) != ref.replaces:
+            raise changed_meanwhile(self._target, ref.replaces, there)
         replaced = [(directory, name) for name in directory.names() if is_own_file(name) and name != MARKER_NAME]
         if is_nonce(ref.replaces):
             old = directory.child(ref.replaces)
@@ -197,13 +180,7 @@ class RemotePublisher:
             if there == ref.nonce:
                 return
             if there not in (None, ref.replaces):
-                raise ConcurrentCommitError(
-                    "another writer published here first",
-                    path=self._target,
-                    expected=ref.nonce,
-                    found=there,
-                    remedy="keep the one that is there",
-                )
+                raise published_first(self._target, ref.nonce, there)
             if isinstance(failure, StoragePermissionError):
                 raise failure
         self._uncertain.add(ref.nonce)
@@ -228,15 +205,4 @@ def _check_files(directory: RemoteDirectory, files: Sequence[tuple[str, int]]) -
     """The attempt must hold exactly what the ranks reported."""
     with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
         sizes = list(pool.map(directory.file_size, [name for name, _ in files]))
-    for (name, size_bytes), found in zip(files, sizes, strict=True):
-        if found != size_bytes:
-            raise TruncatedFileError(
-                "an object is not as long as its rank reported",
-                path=directory.path,
-                file=name,
-                expected=f"{size_bytes} bytes",
-                found=f"{found} bytes",
-            )
-    unreported = sorted(set(directory.names()) - {name for name, _ in files} - {PROBE_NAME})
-    if unreported:
-        raise CommitError("the attempt holds objects that no rank reported", path=directory.path, found=listing(unreported))
+    check_reported(directory.path, files, sizes, (name for name in directory.names() if name != PROBE_NAME))

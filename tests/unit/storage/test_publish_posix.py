@@ -362,6 +362,28 @@ def test_of_two_writers_that_replace_one_checkpoint_the_first_wins(target: Path)
     assert open_checkpoint(target).marker.nonce == first.nonce
 
 
+def test_a_checkpoint_that_came_between_look_and_exchange_is_put_back(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(target, manifest=b"o" * 64)
+    publisher = open_publisher(target, overwrite=True)
+    ref = publisher.begin()
+    reported = write_files(publisher, ref)
+    exchange = publish_posix.exchange
+    other: list[AttemptRef] = []
+
+    def late(one: str, two: str) -> bool:
+        monkeypatch.setattr(publish_posix, "exchange", exchange)
+        other.append(publish(target, overwrite=True))
+        return exchange(one, two)
+
+    monkeypatch.setattr(publish_posix, "exchange", late)
+    with pytest.raises(ConcurrentCommitError) as caught:
+        publisher.commit(ref, MANIFEST, reported)
+    publisher.abort(ref)
+    assert caught.value.found == other[0].nonce
+    assert open_checkpoint(target).marker.nonce == other[0].nonce
+    assert os.listdir(target.parent) == [target.name]
+
+
 @pytest.mark.parametrize("stranger", ["file", "directory", "link"])
 def test_what_came_to_lie_there_meanwhile_stays(target: Path, stranger: str) -> None:
     publisher = open_publisher(target)
