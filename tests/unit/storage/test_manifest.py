@@ -308,3 +308,20 @@ def test_a_hostile_claim_costs_no_memory() -> None:
 def test_the_chunks_of_a_block_are_known() -> None:
     manifest = sample()
     assert [list(manifest.chunks_of_block(block)) for block in range(8)] == [[0], [0], [1, 2], [3], [4], [4], [5, 6], [7]]
+
+
+def test_a_writer_refuses_what_no_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LimitExceededError, match="a key is too long") as caught:
+        manifest_of(receipts(), aliases={"\u00e9" * 2049: "w"})
+    assert caught.value.expected == "at most 4096 bytes"
+    assert manifest_of(receipts(), aliases={"\u00e9" * 2048: "w"}).entry_id("\u00e9" * 2048) == 0
+    for name, limit, what in (("ENTRIES", 5, "entries"), ("CHUNKS", 7, "chunks"), ("BLOCKS", 7, "blocks")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"dcp_engine.storage.shard_table.MAX_{name}", limit)
+            with pytest.raises(LimitExceededError, match=f"too many {what}"):
+                sample()
+    for name, what in (("ENTRIES", "aliases"), ("FILES", "files")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"dcp_engine.storage.manifest_checks.MAX_{name}", 0)
+            with pytest.raises(LimitExceededError, match=f"too many {what}"):
+                sample()
