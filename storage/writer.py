@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -129,7 +129,7 @@ class ShardWriter(StorageWriter):
         self._step = step
         self._run_id = run_id
         # A copy through the codec: refused now if it cannot be stored, and deaf to later changes of the caller's containers.
-        self._user_metadata = decode_object(encode_object(dict(metadata or {}), key="metadata"), key="metadata")
+        self._user_metadata = cast("dict[str, Any]", decode_object(encode_object(dict(metadata or {}), key="metadata"), key="metadata"))
         self._process_group = process_group
         self._storage_options = dict(storage_options or {})
         self._path: str | None = None if path is None else locate(path).path
