@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dcp_engine.errors import MalformedCheckpointError
 from dcp_engine.storage.codecs.scratch import Scratch
-from dcp_engine.storage.codecs.zstd import decompress_into
+from dcp_engine.storage.codecs.zstd import WORTH_IT, decompress_into
 from dcp_engine.storage.dtypes import DtypeInfo
 
 __all__ = ["decode", "encode"]
@@ -27,7 +27,6 @@ _Bytes = npt.NDArray[np.uint8]
 
 _SAMPLES = 8
 _SAMPLE_ELEMENTS = 2048
-_WORTH_IT = 0.97
 # Bits are moved piece by piece, so that all passes over a piece find it in the cache.
 _PIECE_ELEMENTS = 64 << 10
 
@@ -53,7 +52,7 @@ def encode(raw: memoryview, dtype: DtypeInfo, level: int, scratch: Scratch) -> t
     for index in range(num_planes):
         if wanted[index]:
             frame = compressor.compress(parts[index])
-            if len(frame) < _WORTH_IT * len(parts[index]):
+            if len(frame) < WORTH_IT * len(parts[index]):
                 parts[index] = memoryview(frame)
                 mask |= 1 << index
     if not mask:
@@ -74,7 +73,7 @@ def _promising_planes(elements: _Bytes, num_planes: int, level: int, scratch: Sc
         sample = elements
     planes = _split(sample, scratch, "sample planes")
     compressor = scratch.exponent_compressor(level)
-    return [len(compressor.compress(memoryview(plane))) < _WORTH_IT * plane.nbytes for plane in planes]
+    return [len(compressor.compress(memoryview(plane))) < WORTH_IT * plane.nbytes for plane in planes]
 
 
 def _split(elements: _Bytes, scratch: Scratch, purpose: str) -> _Bytes:

@@ -19,8 +19,6 @@ NAMES: Final = {RAW: "raw", ZSTD: "zstd", PLANES: "planes"}
 CHOICES: Final = ("auto", "raw", "zstd", "planes")
 """What a writer can be asked for."""
 
-_WORTH_IT = 0.97
-
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
@@ -63,7 +61,7 @@ def encode_block(raw_block: memoryview, dtype: DtypeInfo, codec: str, level: int
         used = ZSTD
         parts = (memoryview(scratch.compressor(level).compress(view)),)
     stored_bytes = sum(map(len, parts)) if parts else len(view)
-    if parts is None or stored_bytes > _WORTH_IT * len(view):
+    if parts is None or stored_bytes > zstd.WORTH_IT * len(view):
         return EncodedBlock(RAW, (view,), len(view))
     return EncodedBlock(used, parts, stored_bytes)
 
@@ -77,7 +75,7 @@ def _looks_compressible(view: memoryview, level: int, scratch: Scratch) -> bool:
         return True
     middle = len(view) // 2
     samples = (view[:_SAMPLE_BYTES], view[middle : middle + _SAMPLE_BYTES], view[-_SAMPLE_BYTES:])
-    return any(len(scratch.compressor(level).compress(sample)) <= _WORTH_IT * _SAMPLE_BYTES for sample in samples)
+    return any(len(scratch.compressor(level).compress(sample)) <= zstd.WORTH_IT * _SAMPLE_BYTES for sample in samples)
 
 
 def decode_block(codec: int, stored: memoryview, out: memoryview, dtype: DtypeInfo, scratch: Scratch) -> None:

@@ -15,8 +15,10 @@ from dcp_engine.errors import MalformedCheckpointError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["check_frame", "decompress_into", "fast_compressor", "level_compressor"]
+__all__ = ["WORTH_IT", "check_frame", "decompress_into", "fast_compressor", "level_compressor"]
 
+WORTH_IT = 0.97
+"""What does not become smaller than this share of itself is stored as it is: the read would cost more than the bytes are worth."""
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _MAX_BLOCK_BYTES = 128 << 10
 
