@@ -74,7 +74,7 @@ def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[st
         try:
             read_marker(resolve(place, storage_options))
         except UnsupportedVersionError:
-            pass
+            pass  # committed, by a newer release
         except MissingFileError:
             continue
         except CorruptCheckpointError as error:

@@ -84,7 +84,8 @@ class ShardWriter(StorageWriter):
             ``"raw"``.
         level: zstd level, 1 to 22.
         threads: worker threads of this rank; ``None``: the CPUs it may use, shared among torchrun's local ranks, at most 8.
-        bytes_in_flight: bytes that the pipeline may hold beyond the state itself; at least 4 MiB.
+        bytes_in_flight: bytes that the pipeline may hold beyond the state itself; at least 4 MiB. A chunk that is not contiguous CPU memory
+            is copied whole, so one larger than half of the bound exceeds it.
         overwrite: replace a checkpoint that is already at ``path`` (kept until the new one is published).
         step: training step; ``None``: taken from a name of the form ``step-00000100``, else unknown.
         run_id: name of the training run; ``None``: unknown.
