@@ -168,21 +168,17 @@ def empty_entries(metadata: Metadata) -> Iterator[tuple[str, int, tuple[int, ...
             yield key, dtypes.of_tensor_dtype(entry.properties.dtype, tensor=key).code, tuple(entry.size)
 
 
-def _box_of(item: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if item.tensor_data is None:
-        raise PlanError("a write item of a tensor carries no tensor data", tensor=item.index.fqn, remedy="use a planner that fills it")
-    return tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)
-
-
 def _tensor_source(item: WriteItem, planner: SavePlanner) -> ChunkSource:
-    offsets, sizes = _box_of(item)
-    assert item.tensor_data is not None
-    dtype = dtypes.of_tensor_dtype(item.tensor_data.properties.dtype, tensor=item.index.fqn)
+    data = item.tensor_data
+    if data is None:
+        raise PlanError("a write item of a tensor carries no tensor data", tensor=item.index.fqn, remedy="use a planner that fills it")
+    sizes = tuple(data.chunk.sizes)
+    dtype = dtypes.of_tensor_dtype(data.properties.dtype, tensor=item.index.fqn)
     return ChunkSource(
         name=item.index.fqn,
         dtype=dtype,
-        shape=tuple(item.tensor_data.size),
-        offsets=offsets,
+        shape=tuple(data.size),
+        offsets=tuple(data.chunk.offsets),
         sizes=sizes,
         nbytes=math.prod(sizes) * dtype.itemsize,
         load=TensorBytes(planner, item, sizes, dtype.torch_dtype),
