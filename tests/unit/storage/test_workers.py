@@ -77,8 +77,10 @@ def test_the_limit_bounds_what_runs_at_once(limit: int) -> None:
 
 def test_two_workers_run_at_once() -> None:
     barrier = threading.Barrier(2)
+    places: list[int] = []
     with WorkerPool(2) as pool:
-        pool.for_each(range(2), lambda item, scratch: barrier.wait(WAIT_SECS) and None, limit=2)
+        pool.for_each(range(2), lambda item, scratch: places.append(barrier.wait(WAIT_SECS)), limit=2)
+    assert sorted(places) == [0, 1]
 
 
 def test_after_an_error_no_item_is_started_and_none_is_running() -> None:
