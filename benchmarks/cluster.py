@@ -72,11 +72,11 @@ def simulate(cluster: Cluster) -> dict[str, float]:
     """One save's plans and results, and the load plan of one rank of another topology.
 
     Returns:
-        ``secs``: of the coordinator, which are ``plan_secs`` (decode the local plans, plan, encode the answers) and ``finish_secs`` (decode
-        the results, finish, encode the metadata for all). ``local_secs``: one rank's local plan, encoded. ``accept_secs``, ``receive_secs``:
-        one rank decodes its answer, and the metadata. ``open_secs``, ``load_plan_secs``: one rank of another topology loads.
-        ``gathered_bytes``, ``scattered_bytes``, ``result_bytes``, ``broadcast_bytes``, ``manifest_bytes``: what travels, and what is stored.
-        ``peak_bytes``: of this process.
+        Seconds of the coordinator: ``secs``, which are ``plan_secs`` (decode the local plans, plan, encode the answers) and ``finish_secs``
+        (decode the results, finish, encode the metadata for all). Of one rank: ``local_secs`` (make its plan, encode it),
+        ``accept_secs`` (decode its answer), ``receive_secs`` (decode the metadata); of one rank of another topology: ``open_secs`` and
+        ``load_plan_secs``. Bytes that travel: ``gathered_bytes``, ``scattered_bytes``, ``result_bytes``, ``broadcast_bytes``; that are
+        stored: ``manifest_bytes``. ``peak_bytes``: memory of this process.
 
     Raises:
         MemoryError: the machine has too little available.
@@ -186,7 +186,7 @@ def _state(cluster: Cluster, rank: int, tensors: list[torch.Tensor]) -> dict[str
     parts = {}
     for number, tensor in enumerate(tensors):
         name = f"transformer.layers.{number // 20}.attention.projection_{number % 20}.weight"
-        parts[name] = Part(shape, torch.Size([tensor.shape[0] * rank, 0]), tensor)
+        parts[name] = Part.of(tensor, whole=shape, offsets=torch.Size([tensor.shape[0] * rank, 0]))
     return {"model": parts}
 
 

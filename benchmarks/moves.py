@@ -21,6 +21,7 @@ def save_case(
     target: State,
     *,
     rounds: int,
+    count_bytes: bool = True,
     max_rounds: dict[str, int] | None = None,
 ) -> Case:
     """Every engine saves the same state to a new path. The first save of each is loaded and compared.
@@ -32,6 +33,7 @@ def save_case(
         state: what is saved.
         target: tensors of the same shapes, to check with.
         rounds: how often each saves.
+        count_bytes: bytes are the point: show them a second.
         max_rounds: engine -> rounds, for those that take minutes.
     """
 
@@ -62,7 +64,7 @@ def save_case(
         name=name,
         systems=[system(engine) for engine in engines],
         rounds=rounds,
-        nbytes=state.nbytes,
+        nbytes=state.nbytes if count_bytes else 0,
         reserve_bytes=state.nbytes + state.nbytes // 4,
         close=lambda: remove(place.path(name)),
     )
@@ -76,6 +78,7 @@ def load_case(
     target: State,
     *,
     rounds: int,
+    count_bytes: bool = True,
     cold: bool = False,
     max_rounds: dict[str, int] | None = None,
 ) -> Case:
@@ -88,6 +91,7 @@ def load_case(
         state: what is saved.
         target: what is loaded into.
         rounds: how often each loads.
+        count_bytes: bytes are the point: show them a second.
         cold: drop the files from the page cache before every load.
         max_rounds: engine -> rounds, for those that take minutes.
     """
@@ -123,7 +127,7 @@ def load_case(
         name=name,
         systems=[system(engine) for engine in engines],
         rounds=rounds,
-        nbytes=state.nbytes,
+        nbytes=state.nbytes if count_bytes else 0,
         reserve_bytes=state.nbytes // 4,
         close=lambda: remove(place.path(name)),
     )

@@ -82,8 +82,10 @@ def insert_between_markers(text: str, section: str) -> str:
     return f"{before}{BEGIN}\n\n{section.strip()}\n\n{END}{after}"
 
 
+_MAX_REMARK = 160
+
 _FACTS: tuple[tuple[str, str, Any], ...] = (
-    ("stored / raw", "stored_bytes", None),
+    ("stored", "stored_bytes", None),
     ("read MB", "bytes_by_calls", lambda value: f"{value / 1e6:,.1f}"),
     ("device MB", "bytes_from_device", lambda value: f"{value / 1e6:,.1f}"),
     ("even shares", "largest_share", lambda value: f"{value:.2f}"),
@@ -115,7 +117,16 @@ def _facts_shown(case: CaseResult) -> list[tuple[str, str, Any]]:
 def _system_cells(case: CaseResult, system: SystemResult, facts: list[tuple[str, str, Any]]) -> list[str]:
     time = system.time
     if time is None:
-        return [system.name, "-", "", *([""] if case.nbytes else []), "", *("" for _ in facts), "", system.failure or "no round"]
+        return [
+            system.name,
+            "-",
+            "",
+            *([""] if case.nbytes else []),
+            "",
+            *("" for _ in facts),
+            "",
+            (system.failure or "no round")[:_MAX_REMARK],
+        ]
     times = case.times_faster(system)
     cells = [system.name, f"{time.median:.4g}", f"{time.low:.4g} to {time.high:.4g}"]
     if case.nbytes:
@@ -128,7 +139,7 @@ def _system_cells(case: CaseResult, system: SystemResult, facts: list[tuple[str,
         elif show is not None:
             cells.append(show(value))
         else:
-            cells.append(f"{value / case.nbytes:.3f}" if case.nbytes else f"{value:.0f}")
+            cells.append(f"{value / case.nbytes:.3f}" if case.nbytes else f"{value / 1e6:,.1f} MB")
     peak = system.peak_bytes if system.peak_bytes is not None else system.fact("peak_bytes")
     return [*cells, "" if peak is None else f"{peak / 1e6:,.0f}", system.note]
 

@@ -64,7 +64,7 @@ def _case(place: Place, state: State, options: Options, *, cold: bool) -> Case:
     begin = rows * (_PARTS // 2 + 1)
     expected = whole[begin : begin + rows]
     target = torch.zeros_like(expected)
-    part = Part(whole.shape, torch.Size([begin, 0]), target)
+    part = Part.of(target, whole=whole.shape, offsets=torch.Size([begin, 0]))
     read = [0, 0]
 
     def system(

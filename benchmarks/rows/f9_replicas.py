@@ -165,11 +165,11 @@ def _rank(job: _Job) -> dict[str, float]:
     store = dist.FileStore(f"{job.path}.store", world_size)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=world_size, timeout=_TIMEOUT)
     try:
+        expected = mixed_state(job.options)
         state = mixed_state(job.options)
-        expected = replace(state, flat={name: tensor.clone() for name, tensor in state.flat.items()})
-        laid_out = _lay_out(state.nested, job)
         if not job.save:
             scramble(state)
+        laid_out = _lay_out(state.nested, job)
         dist.barrier()
         before = bytes_read()[0]
         begin = time.perf_counter()
