@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help install test check lint types demo clean
+.PHONY: help install test check lint types demo bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -49,6 +49,14 @@ types: $(STAMP)  ## mypy --strict and the import contracts, on an installed copy
 demo: $(STAMP)  ## the main job: train, lose a rank in the middle of a save, come back on other topologies, prove it
 	$(BIN)/dcp-engine demo
 
+# A peer that cannot be installed here costs its own figures only: the rows say so.
+$(VENV)/.peers: $(STAMP)
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[bench]' || echo "Not all peers could be installed: the rows say which." >&2
+	@touch $@
+
+bench: $(VENV)/.peers  ## the engine beside its peers, about ten minutes; tables and pictures go to benchmarks/README.md
+	$(BIN)/python -m benchmarks --readme
+
 clean:  ## remove what builds and tests leave behind; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-out
-	find dcp_engine planners storage tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find benchmarks dcp_engine planners storage tests -name __pycache__ -type d -prune -exec rm -rf {} +

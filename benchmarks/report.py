@@ -52,7 +52,7 @@ def case_table(case: CaseResult) -> str:
         "x ours",
         *(label for label, _, _ in facts),
         "peak MB",
-        "",
+        "remarks",
     ]
     cells = [heads]
     for system in case.systems:
