@@ -3,8 +3,9 @@
 - Save: ``save`` (DCP's calls), ``save_local`` (what one rank has), ``save_global`` (what all ranks do), ``save_cache`` (plans used again),
   ``replicas`` (whether they are equal), ``balance`` (who writes what).
 - Load: ``load`` (DCP's calls), ``catalogue`` (what is stored), ``rename``, ``selection``, ``strictness``, ``misfits`` and ``dtype_policy``
-  (what a value may take), ``load_items``, ``load_object``, ``load_report``; ``build`` and ``materialise`` (states and tensors not there yet).
-- Both: ``tree`` (names of leaves), ``skeleton`` (containers), ``local_shards`` (what a rank holds of a tensor), ``ties``, ``geometry``.
+  (what a value may take), ``load_items``, ``load_object``, ``load_report``; ``build`` and ``materialise`` (what is not there yet).
+- Both: ``tree`` (names of leaves), ``skeleton`` (containers), ``local_shards`` (what a rank holds of a tensor) and ``placements`` (of a
+  DTensor), ``ties``, ``geometry``.
 """
 
 from __future__ import annotations

@@ -6,40 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from dcp_engine.errors import UnsupportedTensorError
-from dcp_engine.planners.local_shards import Split, describe, is_tensor_like, local_runs
-
-
-def indices(size: int, *splits: Split) -> list[int]:
-    return [index for start, length in local_runs(size, splits) for index in range(start, start + length)]
-
-
-@settings(deadline=None)
-@given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 5), st.data())
-def test_splits_are_those_of_torch(size: int, first: int, second: int, data: st.DataObject) -> None:
-    a, b = data.draw(st.integers(0, first - 1)), data.draw(st.integers(0, second - 1))
-    every = torch.arange(size)
-    strided = _StridedShard(0, split_factor=second)
-    then_plain = Shard._custom_chunk(strided._split_tensor(every, first, with_padding=False)[0][a], second, 0)[b]
-    assert indices(size, Split(0, first, a, second), Split(0, second, b)) == then_plain.tolist()
-    plain = Shard._custom_chunk(every, first, 0)[a]
-    then_strided = strided._split_tensor(plain, second, with_padding=False)[0][b]
-    assert indices(size, Split(0, first, a), Split(0, second, b, second)) == then_strided.tolist()
-
-
-def test_rows_that_are_not_contiguous_are_several_runs() -> None:
-    assert local_runs(8, [Split(0, 2, 1), Split(0, 2, 0, 2)]) == ((4, 1), (6, 1))
-    assert local_runs(8, [Split(0, 2, 0, 2), Split(0, 2, 1)]) == ((4, 2),)
-    assert local_runs(3, [Split(0, 4, 3)]) == ()
+from dcp_engine.planners.local_shards import describe, is_tensor_like
 
 
 def test_plain_tensors_are_one_box_on_their_own_memory() -> None:
