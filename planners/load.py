@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
@@ -202,6 +203,8 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             renamed=tuple((entries[key].key, key) for key in load.loaded if entries[key].key != key) if self._rename else (),
             num_tensor_bytes=load.num_tensor_bytes,
         )
+        # Readers fill the memory itself, past torch: without this, autograd and whoever caches by version would not know of it.
+        increment_version([shard.tensor for target in load.targets.values() for shard in target.shards])
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

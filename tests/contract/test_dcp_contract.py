@@ -362,6 +362,15 @@ def test_a_checkpoint_replaced_during_a_load_is_not_called_damaged(tmp_path: Pat
     assert "replaced" in str(error)
 
 
+def test_autograd_notices_that_a_load_changed_what_it_kept(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    dcp.save({"w": weight}, storage_writer=ShardWriter(tmp_path / "a"), planner=BalancedSavePlanner())
+    loss = (weight * weight).sum()
+    dcp.load({"w": weight}, storage_reader=ShardReader(tmp_path / "a"), planner=ReshardLoadPlanner())
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
 def test_bytes_of_a_users_planner_are_refused_unless_allowed(tmp_path: Path) -> None:
     dcp.save({"x": torch.ones(3), "note": "hello"}, storage_writer=ShardWriter(tmp_path / "a"), planner=OwnBytesPlanner())
     for planner in (DefaultLoadPlanner(), ReshardLoadPlanner()):
