@@ -97,6 +97,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(flatten_state_dict=True, flatten_sharded_tensors=False, allow_partial_load=strict is not True)
+        self.metadata: Metadata | None = None
         self._strictness = Strictness(strict, components)
         self._rename = compile_rename(rename)
         self._policy = check_policy(dtype)

@@ -28,6 +28,7 @@ from dcp_engine.errors import (
     PlanError,
     RankDisagreementError,
     UnsupportedModeError,
+    UsageError,
 )
 from dcp_engine.objects import decode_object, encode_object
 from dcp_engine.storage import dcp_records
@@ -241,8 +242,10 @@ class ShardWriter(StorageWriter):
 
         Raises:
             PlanError: what the ranks wrote is not what was planned. CommitError kinds: it could not be published. Nothing is visible then.
+            UsageError: this writer is not the coordinator's, or the save is over.
         """
-        assert self._attempt is not None, "finish() before prepare_global_plan()"
+        if self._attempt is None:
+            raise UsageError("no save is in progress here", path=self._path, remedy="call finish() once a save, on the coordinator alone")
         publisher, attempt = self._attempt
         try:
             receipts = self._receipts(results, attempt)

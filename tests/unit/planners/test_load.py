@@ -711,6 +711,8 @@ def test_no_metadata_is_a_usage_error() -> None:
     planner.set_up_planner({"w": numbers(1)})
     with pytest.raises(UsageError, match="metadata"):
         planner.create_local_plan()
+    with pytest.raises(UsageError, match="metadata"):
+        ReshardLoadPlanner().create_local_plan()
 
 
 @pytest.mark.parametrize("options", [{"dtype": "up"}, {"strict": 1}, {"keys": "model"}, {"rename": 3}, {"strict": {"modle": False}}])

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.engine import refused, save
+from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_engine import ShardReader, ShardWriter
-from dcp_engine.errors import InvalidOptionError, StorageError, UnsupportedModeError
+from dcp_engine.errors import InvalidOptionError, StorageError, UnsupportedModeError, UsageError
 from dcp_engine.types import EngineMetadata
 
 
@@ -55,3 +56,10 @@ def test_the_metadata_of_a_save_is_the_one_that_is_read_back(tmp_path: Path) -> 
     assert (read.step, read.run_id, read.user_metadata) == (7, "r", {"note": (1, 2)})
     for name in ("step", "run_id", "saved_at", "nonce", "manifest_sha256", "user_metadata", "version"):
         assert getattr(saved, name) == getattr(read, name), name
+
+
+def test_a_finish_without_a_save_is_told(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "c")
+    with pytest.raises(UsageError, match="coordinator"):
+        writer.finish(Metadata({}), [[]])
+    assert not list(tmp_path.iterdir())
