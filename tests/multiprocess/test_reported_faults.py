@@ -148,6 +148,28 @@ def test_tensors_of_the_duck_protocol_with_several_chunks(ranks: RankPool, tmp_p
     assert ranks.run(2, duck_round_trip, str(tmp_path / "a")) == [[True] * 3] * 2
 
 
+def checkpointable(data: torch.Tensor, rank: int) -> torch.Tensor:
+    """A plain tensor with the fields of torch 2.14's CheckpointableTensor: two chunks of two rows, with a row of padding between."""
+    made: Any = torch.cat([data[2 * rank : 2 * rank + 2], torch.full((1, 3), -1.0), data[4 + 2 * rank : 6 + 2 * rank]])
+    made.global_shape = (8, 3)
+    made.global_offsets = ((2 * rank, 0), (4 + 2 * rank, 0))
+    made.local_offsets = ((0, 0), (3, 0))
+    made.local_sizes = ((2, 3), (2, 3))
+    return made  # type: ignore[no-any-return]
+
+
+def checkpointable_round_trip(path: str) -> list[bool]:
+    rank, data = dist.get_rank(), full("x", (8, 3))
+    save({"x": checkpointable(data, rank)}, path)
+    plain = load({"x": torch.zeros(8, 3)}, path)["x"]
+    other = load({"x": checkpointable(torch.zeros(8, 3), 1 - rank)}, path)["x"]
+    return [same(plain, data), torch.equal(other, checkpointable(data, 1 - rank))]
+
+
+def test_a_plain_tensor_that_names_its_global_place(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, checkpointable_round_trip, str(tmp_path / "a")) == [[True, True]] * 2
+
+
 # -- nothing, and next to nothing ----------------------------------------------------------------------------------------
 
 SMALL: Shapes = ((0,), (0, 5), (3, 0), (), (1,), (2, 1))
