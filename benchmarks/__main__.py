@@ -68,11 +68,13 @@ def _run_row(row: Row, options: Options) -> RowResult:
     begin = time.monotonic()
     cases = []
     for case in row.cases(options):
+        started = time.monotonic()
         try:
             cases.append(measure(row, case, options, _say))
         finally:
             case.close()
-    _say("")
+        _say("")
+        print(f"{row.NAME} {case.name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     return RowResult(
         name=row.NAME,
         title=row.TITLE,

@@ -52,7 +52,7 @@ class TrainingConfig:
     steps_between: int
 
 
-FULL = TrainingConfig(width=256, layers=4, window_bytes=128, batch=4, seeds=2, warm_steps=100, checkpoints=15, steps_between=5)
+FULL = TrainingConfig(width=256, layers=4, window_bytes=128, batch=4, seeds=2, warm_steps=100, checkpoints=15, steps_between=2)
 QUICK = TrainingConfig(width=128, layers=2, window_bytes=64, batch=4, seeds=1, warm_steps=100, checkpoints=2, steps_between=5)
 
 
@@ -71,10 +71,15 @@ def trained_values(config: TrainingConfig) -> dict[str, NDArray[np.float32]]:
 def _train_into(folder: str, config: TrainingConfig) -> None:
     """Publishes by rename: two processes that train at the same time do no harm."""
     parts: dict[str, list[NDArray[np.float32]]] = {kind: [] for kind in KINDS}
-    for seed in range(config.seeds):
-        for checkpoint in _run(config, seed):
-            for kind in KINDS:
-                parts[kind].append(checkpoint[kind])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums in one order whatever the machine, and no threads that spin where its cores are busy
+    try:
+        for seed in range(config.seeds):
+            for checkpoint in _run(config, seed):
+                for kind in KINDS:
+                    parts[kind].append(checkpoint[kind])
+    finally:
+        torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory(dir=os.path.dirname(folder)) as attempt:
         inner = os.path.join(attempt, "values")
         os.mkdir(inner)

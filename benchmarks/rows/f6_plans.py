@@ -18,8 +18,7 @@ __all__ = ["Plans"]
 
 _RANKS = (16, 64, 256, 1024)
 _QUICK_RANKS = (4, 16)
-_MAX_DCP_CHUNKS = 300_000
-_DCP_GATHERED_BYTES = 164
+_MAX_DCP_CHUNKS = 150_000
 
 
 class Plans:
@@ -106,7 +105,7 @@ def _case(ranks: int, options: Options, *, asked_for: bool) -> Case:
             system("DCP, gc on", "dcp", collect=True),
             system("DCP, gc off", "dcp", collect=False),
         ],
-        rounds=1 if options.quick or num_chunks > 1_000_000 else 3,
+        rounds=1 if options.quick or large else 3 if num_chunks < 50_000 else 2,
         measure_memory=False,
         close=lambda: remove(place.path(name)),
     )
