@@ -14,7 +14,7 @@ from benchmarks.files import Place, bytes_read, evict, fsync_tree, places, remov
 from benchmarks.harness import Case, Facts, MismatchError, System
 from benchmarks.options import Options
 from benchmarks.parts import Part
-from benchmarks.results import CaseResult, Claim
+from benchmarks.results import CaseResult, Claim, Role
 from benchmarks.state import State, large_tensor
 from dcp_engine import ReshardLoadPlanner, ShardReader
 from dcp_engine.storage.limits import BLOCK_BYTES
@@ -68,7 +68,7 @@ def _case(place: Place, state: State, options: Options, *, cold: bool) -> Case:
     read = [0, 0]
 
     def system(
-        engine_name: str, role: str, save: Callable[[str, State], None], load: Callable[[str], None], note: str = "", unavailable: str = ""
+        engine_name: str, role: Role, save: Callable[[str, State], None], load: Callable[[str], None], note: str = "", unavailable: str = ""
     ) -> System:
         path = place.path(name, engine_name)
 
@@ -98,7 +98,7 @@ def _case(place: Place, state: State, options: Options, *, cold: bool) -> Case:
             run=lambda: load(path),
             check=check,
             note=note,
-            unavailable=unavailable,  # type: ignore[arg-type]
+            unavailable=unavailable,
         )
 
     def from_ours(path: str) -> None:
