@@ -19,6 +19,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcp_engine import BalancedSavePlanner, ReshardLoadPlanner, ShardReader, verify_checkpoint
 from dcp_engine.types import EngineStorageMeta
 
+# The hang timeout is of wall time, of which a busy machine may need many times the CPU time.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 ROWS = 2
 
 
@@ -65,7 +68,11 @@ def planned(num_tensors: int, num_ranks: int) -> tuple[float, Any]:
     planner = BalancedSavePlanner(cache_plans=False)
     planner.set_up_planner({f"t{i}": Shard(0, num_ranks) for i in range(num_tensors)}, EngineStorageMeta(), True)
     plan = planner.create_local_plan()
-    plans = [replace(plan, items=[item_of(item, rank) for item in plan.items]) for rank in range(num_ranks)]
+    gc.disable()  # else it walks the million items again and again while they are made
+    try:
+        plans = [replace(plan, items=[item_of(item, rank) for item in plan.items]) for rank in range(num_ranks)]
+    finally:
+        gc.enable()
     seconds, (final, metadata) = cpu_secs(lambda: planner.create_global_plan(plans))
     assert [len(plan.items) for plan in final] == [num_tensors] * num_ranks
     return seconds, metadata
@@ -79,7 +86,6 @@ def item_of(item: WriteItem, rank: int) -> WriteItem:
     return WriteItem(MetadataIndex(item.index.fqn, offsets), item.type, tensor_data=TensorWriteData(chunk, data.properties, data.size))
 
 
-@pytest.mark.slow
 def test_a_thousand_tensors_of_a_thousand_shards_are_planned_in_near_linear_time() -> None:
     """A million chunks: the report was of minutes in validation alone."""
     small, _ = planned(256, 256)
@@ -97,7 +103,6 @@ def test_a_thousand_tensors_of_a_thousand_shards_are_planned_in_near_linear_time
     assert seconds < 3 * 16 * max(small, 0.05)
 
 
-@pytest.mark.slow
 def test_a_whole_tensor_is_planned_from_a_thousand_shards_in_near_linear_time() -> None:
     def plan(num_ranks: int) -> tuple[float, int]:
         _, metadata = planned(64, num_ranks)
@@ -115,7 +120,6 @@ def test_a_whole_tensor_is_planned_from_a_thousand_shards_in_near_linear_time() 
     assert large < 3 * 8 * max(small, 0.02)
 
 
-@pytest.mark.slow
 def test_two_hundred_thousand_tiny_tensors_are_saved_and_loaded_in_near_linear_time(tmp_path: Path) -> None:
     def round_trip(num: int) -> tuple[float, float]:
         values = torch.arange(3 * num, dtype=torch.float32).reshape(num, 3)
@@ -135,7 +139,6 @@ def test_two_hundred_thousand_tiny_tensors_are_saved_and_loaded_in_near_linear_t
     assert verify_checkpoint(tmp_path / "200000").faults == ()
 
 
-@pytest.mark.slow
 def test_a_tensor_of_five_gigabytes_round_trips(tmp_path: Path) -> None:
     """Beyond every 32-bit count of bytes and of elements. Source and target are mapped files, which need no memory of their own."""
     num_bytes = 5 << 30

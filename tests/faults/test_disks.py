@@ -182,7 +182,7 @@ def limit_files(directory: str) -> list[tuple[str, str | None]]:
     for limit, value in ((0, state()), (4096, state()), (size - 1, state()), (100, nothing)):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
-            failure = refused(save, value, Path(directory) / "two")
+            failure = refused(save, value, Path(directory) / "two", codec="raw")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert attempts_in(Path(directory)) == ["one"]
