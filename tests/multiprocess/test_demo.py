@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -96,7 +97,9 @@ def test_lost_rng_fails_the_proof_and_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_ends_every_process(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "out"
-    with subprocess.Popen(command("--out", str(out)), stdout=subprocess.PIPE, text=True, cwd=tmp_path) as demo:
+    # A shell that starts the tests in the background has them ignore SIGINT, and what they start, too.
+    heed = functools.partial(signal.signal, number, signal.SIG_DFL)
+    with subprocess.Popen(command("--out", str(out)), stdout=subprocess.PIPE, text=True, cwd=tmp_path, preexec_fn=heed) as demo:
         deadline = time.monotonic() + 120
         # The driver, torchrun and four ranks.
         while len(processes_of(out)) < 6:
