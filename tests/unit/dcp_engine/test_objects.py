@@ -142,7 +142,7 @@ VALUES: list[Any] = [
     dt.datetime(2024, 2, 29, tzinfo=dt.timezone(dt.timedelta(hours=-5, minutes=-30), "X")),
     *(uuid.UUID(int=5), pathlib.PurePosixPath("a/../b"), pathlib.PureWindowsPath(r"c:\x"), pathlib.Path("/x/y")),
     *(np.float32(-0.0), np.float64(1.5), np.bool_(True), np.int8(-5), np.uint64(2**64 - 1), np.complex64(1j), np.float16(1)),
-    *(np.str_("x\0"), np.bytes_(b"a\0"), np.datetime64("2024-01-01", "ns"), np.datetime64("NaT"), np.timedelta64(5, "25s")),
+    *(np.str_("x\0"), np.bytes_(b"a\0"), np.datetime64("2024-01-01", "ns"), np.datetime64("NaT", "s"), np.timedelta64(5, "25s")),
     np.array((1, 2.5), dtype=[("a", "<i4"), ("b", ">f8")])[()],
     *(np.dtype(">i2"), np.dtype([("a", "u1"), ("b", "<f4", (2, 3))], align=True), np.dtype("M8[us]"), np.dtype("U7")),
     *(torch.float32, torch.bfloat16, torch.quint8, torch.strided, torch.sparse_csr, torch.channels_last, torch.per_tensor_affine),
