@@ -104,7 +104,7 @@ class Row(Protocol):
         """The row's cases, each made when it is asked for and closed before the next one is made."""
 
     def claims(self, results: list[CaseResult]) -> list[Claim]:
-        """The row's figures of DESIGN 7 against what was measured."""
+        """The row's figures to reach against what was measured."""
 
     def notes(self, options: Options) -> list[str]:
         """What a reader of the row's table has to know."""

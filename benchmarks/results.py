@@ -79,7 +79,7 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A figure of DESIGN 7 against what was measured.
+    """A figure to reach against what was measured.
 
     Attributes:
         text: what is compared.
@@ -114,7 +114,7 @@ class Claim:
 
 @dataclass(slots=True, kw_only=True)
 class RowResult:
-    """One row of DESIGN 7.
+    """One row of the figures to reach.
 
     Attributes:
         name: F1 and so on.

@@ -1,4 +1,4 @@
-"""The rows of DESIGN 7, a module each: what it does, its systems, how they run, how the result is checked."""
+"""The rows of the figures to reach, a module each: what it does, its systems, how they run, how the result is checked."""
 
 from __future__ import annotations
 
