@@ -56,12 +56,14 @@ class DcpEngineError(Exception):
         rank: rank on which it happened (of the process group in use).
         expected: what should have been found.
         found: what was found.
-        remedy: what the caller can do, one sentence without a full stop.
+        remedy: what the caller can do, one sentence without a full stop. ``None``: the class's :attr:`usual_remedy`.
 
     Thread-safety: layers that know more about the place fill it in while the error travels up, in one thread; nobody changes it later.
     """
 
     kind: ClassVar[str] = "error"
+    usual_remedy: ClassVar[str | None] = None
+    """``remedy`` of errors of this class that are raised without one."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class DcpEngineError(Exception):
         self.rank = rank
         self.expected = expected
         self.found = found
-        self.remedy = remedy
+        self.remedy = self.usual_remedy if remedy is None else remedy
 
     def __str__(self) -> str:
         place = [
@@ -239,6 +241,7 @@ class CorruptCheckpointError(DcpEngineError):
     """The checkpoint is damaged. Its data must not be used."""
 
     kind = "corrupt_checkpoint"
+    usual_remedy = "load another checkpoint; if this one is a copy, copy it again"
 
 
 class MissingFileError(CorruptCheckpointError):
@@ -269,6 +272,7 @@ class LimitExceededError(CorruptCheckpointError):
     """A size or count beyond the format's limits or the reader's budget."""
 
     kind = "limit_exceeded"
+    usual_remedy = None  # a save can meet a limit, too
 
 
 class UntrustedDataError(DcpEngineError):

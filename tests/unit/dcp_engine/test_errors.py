@@ -110,11 +110,20 @@ def test_message_names_place_expected_found_and_remedy(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", KINDS)
+DAMAGE = ["CorruptCheckpointError", "MissingFileError", "TruncatedFileError", "DigestMismatchError", "MalformedCheckpointError"]
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in DAMAGE])
 def test_message_alone_stands_alone(name: str) -> None:
     error = _tree()[name]("it broke")
     assert str(error) == "it broke"
     assert [getattr(error, key) for key in PLACE] == [None] * len(PLACE)
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_says_what_to_do_where_no_better_remedy_is_given(name: str) -> None:
+    assert str(_tree()[name]("it broke")) == "it broke; load another checkpoint; if this one is a copy, copy it again"
+    assert str(_tree()[name]("it broke", remedy="use tape")) == "it broke; use tape"
 
 
 def test_rank_and_step_zero_are_named() -> None:
