@@ -266,7 +266,12 @@ def _checked(key: str, tensor: Any, loading: bool) -> torch.Tensor:
         tensor = wait_for_collective(tensor)
     reason = _refusal(tensor, loading)
     if reason is not None:
-        raise UnsupportedTensorError(f"{reason} cannot be {'loaded into' if loading else 'saved'}", tensor=key, found=_type_name(tensor))
+        raise UnsupportedTensorError(
+            f"{reason} cannot be {'loaded into' if loading else 'saved'}",
+            tensor=key,
+            found=_type_name(tensor),
+            remedy="load into a plain tensor, and convert it afterwards" if loading else "save a plain tensor with data in its place",
+        )
     if type(tensor) is torch.Tensor and not tensor.requires_grad:
         return tensor
     # detach() of a subclass would call its overrides

@@ -19,12 +19,14 @@ _REMEDIES = {
     errno.EPERM: "check owner and permissions of the directory",
     errno.EROFS: "the file system is mounted read-only: save elsewhere",
     errno.ENOENT: "something removed the directory while it was in use: check clean-up jobs",
+    errno.ENOTDIR: "a part of the path is a file: check the path",
     errno.ESTALE: "the network file system lost the directory: check the server and what else writes there",
     errno.EIO: "the device or the network file system failed: check the system's log",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENAMETOOLONG: "take a shorter name",
     errno.EBUSY: "something holds the directory, such as a mount: save to another name",
 }
+_REMOTE_REMEDY = "check the URL, the network and the credentials (storage_options=, or what the driver takes from the environment)"
 
 
 def storage_failure(error: BaseException, action: str, *, path: str, file: str | None = None) -> StorageError:
@@ -46,7 +48,7 @@ def storage_failure(error: BaseException, action: str, *, path: str, file: str |
         kind = StorageFullError
     elif code in PERMISSION_ERRNOS or isinstance(error, PermissionError):
         kind = StoragePermissionError
-    remedy = _REMEDIES.get(code) if code is not None else None
+    remedy = _REMEDIES.get(code) if code is not None else _REMOTE_REMEDY
     return kind(
         f"cannot {action}", errno=code, path=path, file=file, found=f"{type(error).__name__}: {reason}".removesuffix(": "), remedy=remedy
     )
