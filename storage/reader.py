@@ -80,6 +80,8 @@ class ShardReader(StorageReader):
     ) -> None:
         super().__init__()
         self._options = pipeline_options(threads=threads, bytes_in_flight=bytes_in_flight, verify=verify)
+        if not isinstance(allow_opaque, bool):
+            raise InvalidOptionError("allow_opaque is not a bool", expected="True or False", found=repr(allow_opaque)[:300])
         self._allow_opaque = allow_opaque
         self._process_group = process_group
         self._storage_options = dict(storage_options or {})

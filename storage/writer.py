@@ -121,6 +121,8 @@ class ShardWriter(StorageWriter):
         super().__init__()
         self._options = pipeline_options(threads=threads, bytes_in_flight=bytes_in_flight, codec=codec, level=level)
         self._components = ComponentMap(components)
+        if not isinstance(overwrite, bool):
+            raise InvalidOptionError("overwrite is not a bool", expected="True or False", found=repr(overwrite)[:300])
         self._overwrite = overwrite
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP):
             raise InvalidOptionError("step is not a step", expected=f"None or an int from 0 to {MAX_STEP}", found=repr(step))
@@ -128,6 +130,8 @@ class ShardWriter(StorageWriter):
             raise InvalidOptionError(
                 "run_id is not a name", expected=f"None or a str of at most {MAX_TEXT_BYTES} bytes", found=repr(run_id)[:300]
             )
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise InvalidOptionError("metadata is not a mapping", expected="None or a dict", found=repr(metadata)[:300])
         self._step = step
         self._run_id = run_id
         # A copy through the codec: refused now if it cannot be stored, and deaf to later changes of the caller's containers.

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from dcp_engine import ShardReader
-from dcp_engine.errors import CheckpointNotFoundError, DcpEngineError, StorageError
+from dcp_engine.errors import CheckpointNotFoundError, DcpEngineError, InvalidOptionError, StorageError
 
 
 @pytest.fixture
@@ -20,6 +20,12 @@ def group() -> Iterator[dist.ProcessGroup]:
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("option", ["allow_opaque", "verify"])
+def test_a_text_is_no_bool(option: str) -> None:
+    with pytest.raises(InvalidOptionError, match=option):
+        ShardReader("c", **{option: "no"})  # type: ignore[arg-type]
 
 
 def test_every_failure_of_the_rank_that_opens_is_broadcast(

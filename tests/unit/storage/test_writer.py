@@ -36,6 +36,13 @@ def test_a_flush_that_fails_ends_the_save_and_leaves_no_descriptor_open(tmp_path
     assert not (tmp_path / "c").exists()
 
 
+# "no" is true: taken for a bool, it would replace a checkpoint.
+@pytest.mark.parametrize("options", [{"overwrite": "no"}, {"metadata": [1]}, {"metadata": "note"}])
+def test_options_of_another_type_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOptionError, match=next(iter(options))):
+        ShardWriter("c", **options)
+
+
 @pytest.mark.parametrize("options", [{"step": -1}, {"step": 2**63}, {"step": True}, {"run_id": 7}, {"run_id": "é" * 2049}])
 def test_what_no_manifest_holds_is_refused_before_anything_is_written(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidOptionError, match=next(iter(options))):
