@@ -58,6 +58,10 @@ class Strictness:
         """Whether a missing or unexpected ``key`` is an error."""
         return self._by_component.get(self._components.of(key), self._default) if self._by_component else self._default
 
+    def component(self, key: str) -> str:
+        """The component of ``key``, by which ``strict`` names it."""
+        return self._components.of(key)
+
     def is_optimizer(self, key: str) -> bool:
         """Whether ``key`` is of the optimizer's component."""
         return self._components.of(key) == "optimizer"
@@ -123,7 +127,7 @@ def judge(catalogue: Catalogue, reports: Sequence[object], strictness: Strictnes
     fatal = Verdict(*(tuple(key for key in keys if key in half or strictness.of(key)) for keys in (verdict.missing, verdict.unexpected)))
     if fatal.missing or fatal.unexpected:
         raise KeyMismatchError(
-            _message(fatal, half), missing=fatal.missing, unexpected=fatal.unexpected, remedy=_remedy(there, fatal, half, slots)
+            _message(fatal, half), missing=fatal.missing, unexpected=fatal.unexpected, remedy=_remedy(there, fatal, half, slots, strictness)
         )
     return verdict
 
@@ -174,7 +178,7 @@ def listed(verdict: Verdict) -> str:
     return "; ".join(parts)
 
 
-def _remedy(there: Iterable[str], fatal: Verdict, half: Collection[str], slots: _OptimizerSlots) -> str:
+def _remedy(there: Iterable[str], fatal: Verdict, half: Collection[str], slots: _OptimizerSlots, strictness: Strictness) -> str:
     hint = rename_hint(fatal.missing, fatal.unexpected)
     if hint is not None:
         return hint
@@ -185,4 +189,6 @@ def _remedy(there: Iterable[str], fatal: Verdict, half: Collection[str], slots: 
             "a fresh optimizer has no state to load into: take its state from get_optimizer_state_dict (or get_state_dict) of"
             " torch.distributed.checkpoint.state_dict, which initialises it"
         )
-    return "make the state as it was saved, select with keys=, or allow differences with strict={'model': False, ...}"
+    lenient = ", ".join(f"{component!r}: False" for component in sorted({*map(strictness.component, (*fatal.missing, *fatal.unexpected))}))
+    map_names = "map names with rename=, " if fatal.missing and fatal.unexpected else ""
+    return f"make the state as it was saved, select with keys=, {map_names}or allow differences with strict={{{lenient}}}"

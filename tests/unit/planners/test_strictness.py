@@ -53,6 +53,14 @@ def test_keys_are_judged_over_all_ranks() -> None:
     assert (caught.value.missing, caught.value.unexpected) == (("x",), ("c",))
 
 
+def test_the_remedy_names_the_components_that_differ() -> None:
+    with pytest.raises(KeyMismatchError) as caught:
+        verdict_on(["model.w", "rng.cpu", "ema.w"], [["model.w"]], strict=True)
+    assert caught.value.remedy == (
+        "make the state as it was saved, select with keys=, or allow differences with strict={'ema': False, 'rng': False}"
+    )
+
+
 @pytest.mark.parametrize(
     ("head", "groups"),
     [("optimizer.", []), ("", ["param_groups.0.lr"]), ("adam.", ["adam.param_groups.0.lr"]), ("a.b.", ["a.b.param_groups.w.lr"])],
