@@ -135,6 +135,10 @@ class Manifest:
     metadata: bytes
     format_version: int = FORMAT_VERSION
 
+    def __repr__(self) -> str:
+        # The metadata that dcp.save returns shows this: the default would print every column.
+        return f"Manifest(step={self.step}, saved_at={self.saved_at!r}, nonce={self.nonce!r}, {len(self.files)} files, {self.table!r})"
+
     def __post_init__(self) -> None:
         check_fields(self)
         check_files(self)

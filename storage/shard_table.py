@@ -124,6 +124,9 @@ class ShardTable:
     block_raw_bytes: _I64 = field(init=False)
     block_stored_bytes: _I64 = field(init=False)
 
+    def __repr__(self) -> str:
+        return f"ShardTable({len(self.names)} entries, {len(self.chunk_entries)} chunks, {len(self.block_codecs)} blocks)"
+
     def __post_init__(self) -> None:
         check_count("entries", len(self.names), MAX_ENTRIES)
         check_count("chunks", len(self.chunk_entries), MAX_CHUNKS)

@@ -325,3 +325,8 @@ def test_a_writer_refuses_what_no_reader_takes(monkeypatch: pytest.MonkeyPatch) 
             patch.setattr(f"dcp_engine.storage.manifest_checks.MAX_{name}", 0)
             with pytest.raises(LimitExceededError, match=f"too many {what}"):
                 sample()
+
+
+def test_its_text_counts_instead_of_listing() -> None:
+    assert repr(sample()).endswith(" 2 files, ShardTable(7 entries, 8 chunks, 8 blocks))")
+    assert len(repr(sample())) < 250
