@@ -241,7 +241,7 @@ class CorruptCheckpointError(DcpEngineError):
     """The checkpoint is damaged. Its data must not be used."""
 
     kind = "corrupt_checkpoint"
-    usual_remedy = "load another checkpoint; if this one is a copy, copy it again"
+    usual_remedy: ClassVar[str | None] = "load another checkpoint; if this one is a copy, copy it again"
 
 
 class MissingFileError(CorruptCheckpointError):
