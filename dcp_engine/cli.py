@@ -29,7 +29,10 @@ def make_app() -> typer.Typer:
 
     @app.callback()
     def dcp_engine() -> None:
-        """Checkpoints for torch.distributed.checkpoint: compressed, checksummed, resharding, published whole or not at all."""
+        """Checkpoints for torch.distributed.checkpoint: compressed, checksummed, resharding, published whole or not at all.
+
+        Saving, loading and verifying are Python calls (docs/howto.md); the command shows them at work.
+        """
 
     app.command()(demo)
     return app
