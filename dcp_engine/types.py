@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, StorageMeta
+
+from dcp_engine.plan_columns import PlanColumns
 
 __all__ = ["EncodedObject", "EngineMetadata", "EngineStorageMeta", "Path", "PlannerData"]
 
@@ -38,6 +40,8 @@ class EngineMetadata(Metadata):
     """DCP's ``Metadata`` of a checkpoint of ours, with what the format knows beyond it.
 
     ``planner_data`` of it is a :class:`PlannerData` where our planner saved it, else what the stock planner put there.
+
+    ``state_dict_metadata`` may be given as columns. They travel as such, and become DCP's records when somebody looks.
     """
 
     step: int | None = None
@@ -48,6 +52,32 @@ class EngineMetadata(Metadata):
     """Hex nonce of the attempt that wrote it: two checkpoints with one nonce are copies of each other."""
     manifest_sha256: str | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> PlanColumns | None:
+        """What is stored, as columns; None where it was given as records, or somebody has looked at these and may have changed them."""
+        stored = self.__dict__["_stored"]
+        return stored if isinstance(stored, PlanColumns) else None
+
+
+class _RecordsOnDemand:
+    """``state_dict_metadata`` of :class:`EngineMetadata`. What it gives is an ordinary dict: nothing that can be done with one, be it from
+    C, passes by it.
+    """
+
+    def __get__(self, metadata: EngineMetadata | None, owner: type[EngineMetadata] | None = None) -> Any:
+        if metadata is None:
+            return self
+        stored = metadata.__dict__["_stored"]
+        if isinstance(stored, PlanColumns):
+            stored = metadata.__dict__["_stored"] = stored.described()
+        return stored
+
+    def __set__(self, metadata: EngineMetadata, stored: dict[str, STORAGE_TYPES] | PlanColumns) -> None:
+        metadata.__dict__["_stored"] = stored
+
+
+EngineMetadata.state_dict_metadata = _RecordsOnDemand()  # type: ignore[assignment]
 
 
 class PlannerData(dict[str, Path]):

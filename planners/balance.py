@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Piece", "Unit", "assign", "water_level"]
+__all__ = ["Piece", "Unit", "assign", "cut_dim", "water_level"]
+
+_ROWS_PER_HOLDER = 64
+"""A dimension with so many rows for each holder is cut finely enough; leading ones are preferred, since their slices are contiguous."""
 
 
 class Unit(NamedTuple):
@@ -31,6 +34,14 @@ class Piece(NamedTuple):
     rank: int
     begin: int
     end: int
+
+
+def cut_dim(sizes: Sequence[int], num_holders: int) -> int:
+    """The dimension along which a box of these sizes, at least one, is cut."""
+    for dim, size in enumerate(sizes):
+        if size >= _ROWS_PER_HOLDER * num_holders:
+            return dim
+    return max(range(len(sizes)), key=lambda dim: sizes[dim])
 
 
 def assign(units: Sequence[Unit], loads: Sequence[int], *, split_bytes: int) -> list[list[Piece]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,16 +13,19 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from dcp_engine.errors import DuplicateKeyError, InvalidOptionError, PlanError
+from dcp_engine.errors import InvalidOptionError, PlanError
 from dcp_engine.objects import encode_object
+from dcp_engine.plan_columns import PlanItems
 from dcp_engine.planners.garbage import without_gc
 from dcp_engine.planners.local_shards import LocalShard
 from dcp_engine.planners.replicas import Choice, ReplicaPolicy
 from dcp_engine.planners.save_cache import GlobalPlanCache, KnownPlan, LocalPlanCache, ReusedPlan
-from dcp_engine.planners.save_global import RankPlan, plan_globally
-from dcp_engine.planners.save_local import LocalPlanData, LocalState, PlanRef
-from dcp_engine.planners.skeleton import decode_skeleton, encode_skeleton, merge_skeletons
-from dcp_engine.types import EncodedObject, EngineMetadata, EngineStorageMeta, Path, PlannerData
+from dcp_engine.planners.save_choice import ChosenItems
+from dcp_engine.planners.save_columns import plan_columns
+from dcp_engine.planners.save_global import GlobalPlan, RankPlan, plan_globally
+from dcp_engine.planners.save_local import LocalLayout, LocalPlanData, LocalState, PlanRef
+from dcp_engine.planners.save_names import unite_names
+from dcp_engine.types import EncodedObject, EngineMetadata, EngineStorageMeta, PlannerData
 
 __all__ = ["BalancedSavePlanner"]
 
@@ -69,7 +72,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
     """
 
     _local: LocalState
-    _layout: tuple[object, ...]
+    _layout: LocalLayout | None
     _cache: LocalPlanCache | None
     _earlier: LocalPlanCache | None
     _global_cache: GlobalPlanCache
@@ -119,15 +122,16 @@ class BalancedSavePlanner(DefaultSavePlanner):
         with without_gc():
             self._local.describe()
             ties = self._local.ties() if self._local.engine and not self._overrides(_CONTENT_CALLS) else {}
-            layout = (*self._local.layout(), ties)
+            layout = self._local.layout(ties) if self._plans_columns() else None
             digests, object_bytes = self._local.contents(replicated=_num_ranks() > 1)
             self._layout = layout
-            self._earlier = cache if cache is not None and cache.layout == layout else None
+            self._earlier = cache if cache is not None and layout is not None and cache.layout.same_as(layout) else None
             if self._earlier is not None:
                 self.plan = SavePlan([], planner_data=LocalPlanData(digests, object_bytes, self._earlier.ref))
             else:
-                data = LocalPlanData(digests, object_bytes, None, self._local.paths, self._local.skeleton, ties, self._local.unheld())
-                self.plan = SavePlan(self._local.items(), planner_data=data)
+                data = LocalPlanData(digests, object_bytes, None, self._local.packed_skeleton(), ties, self._local.unheld())
+                items: Any = self._local.items() if layout is None else PlanItems(layout.columns)
+                self.plan = SavePlan(items, planner_data=data)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -146,7 +150,9 @@ class BalancedSavePlanner(DefaultSavePlanner):
                 known = self._plan(local)
                 plan_class = SavePlan
         self.global_plan = [
-            plan_class(items, storage_data=plan.storage_data, planner_data=PlanRef(known.plan_id, rank), usable=plan.usable)
+            plan_class(
+                cast(list[WriteItem], items), storage_data=plan.storage_data, planner_data=PlanRef(known.plan_id, rank), usable=plan.usable
+            )
             for rank, (items, plan) in enumerate(zip(known.made.items, all_plans, strict=True))
         ]
         self.metadata = self._describe(known)
@@ -170,12 +176,13 @@ class BalancedSavePlanner(DefaultSavePlanner):
                 found=f"planner_data of type {type(ref).__name__}",
                 remedy="pass the same kind of planner to dcp.save on every rank",
             )
-        items = self._earlier.items if reused and self._earlier is not None else new_plan.items
-        if self._reuses_plans():
+        items: Any = self._earlier.items if reused and self._earlier is not None else new_plan.items
+        if isinstance(items, ChosenItems) and not items.looked_at and self._layout is not None:
+            items = PlanItems(items.choice.of(self._layout.columns))
+        if self._reuses_plans() and self._layout is not None:
             self._cache = LocalPlanCache(ref, self._layout, items)
         self._earlier = None
-        mine = {item.index.fqn for item in items if item.type is WriteItemType.BYTE_IO}
-        self._local.encoded = {key: data for key, data in self._local.encoded.items() if key in mine}
+        self._drop_encoded(items)
         self.plan = SavePlan(items, storage_data=new_plan.storage_data, planner_data=self.mappings, usable=new_plan.usable)
         return self.plan
 
@@ -238,7 +245,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         self._local = LocalState({}, flattened=False, engine=False)
         self.state_dict: dict[str, Any] = {}
         self.mappings = {}
-        self._layout = ()
+        self._layout = None
         self._cache = None
         self._earlier = None
         self._global_cache = GlobalPlanCache()
@@ -247,40 +254,53 @@ class BalancedSavePlanner(DefaultSavePlanner):
         """Whether a subclass may change what these calls do."""
         return any(getattr(type(self), name) is not getattr(BalancedSavePlanner, name) for name in calls)
 
+    def _plans_columns(self) -> bool:
+        """Whether nobody but us looks at the items, which a plan then lacks on its way."""
+        return self._local.engine and not self._overrides(_PLAN_CALLS)
+
     def _reuses_plans(self) -> bool:
-        """Whether nobody but us looks at the items, which a plan of the cache lacks on its way."""
-        return self._cache_plans and self._local.engine and not self._overrides(_PLAN_CALLS)
+        return self._cache_plans and self._plans_columns()
+
+    def _drop_encoded(self, items: Sequence[WriteItem]) -> None:
+        """Keep of the encoded objects only those that this rank is to write."""
+        if self._local.encoded:
+            columns = items.columns() if isinstance(items, PlanItems) else None
+            if columns is not None:
+                mine = {columns.keys.names[entry] for entry in columns.entries[columns.keys.kinds[columns.entries] == 0].tolist()}
+            else:
+                mine = {item.index.fqn for item in items if item.type is WriteItemType.BYTE_IO}
+            self._local.encoded = {key: data for key, data in self._local.encoded.items() if key in mine}
 
     def _plan(self, local: Sequence[RankPlan]) -> KnownPlan:
-        made = plan_globally(local, policy=self._policy, split_bytes=self._split_bytes, keep_empty=not self._local.engine)
-        mapping: dict[str, Path] | None = {} if self.flatten_state_dict else None
-        skeletons: dict[bytes, int] = {}
-        for rank, plan in enumerate(local):
-            if (plan.data.mapping is None) == self.flatten_state_dict:
-                raise PlanError(
-                    "ranks name their state in different ways",
-                    rank=rank,
-                    expected=f"flatten_state_dict={self.flatten_state_dict}, as on the coordinator",
-                    remedy="make the planner with the same options on every rank",
-                )
-            if plan.data.skeleton:
-                skeletons.setdefault(plan.data.skeleton, rank)
-            for key, path in (plan.data.mapping or {}).items():
-                if mapping is not None and mapping.setdefault(key, path) != path:
-                    raise DuplicateKeyError("two paths of different ranks have one name", tensor=key, rank=rank, found=(mapping[key], path))
-        skeleton = next(iter(skeletons), b"")
-        if len(skeletons) > 1:
-            skeleton = encode_skeleton(merge_skeletons([decode_skeleton(data) for data in skeletons], list(skeletons.values())))
-        return KnownPlan.of(uuid.uuid4().hex, local, made, mapping, skeleton)
+        made = self._made(local)
+        own = (self._local.packed_skeleton(), self._local.paths or {})
+        names = unite_names([plan.data.skeleton for plan in local], flattened=self.flatten_state_dict, own=own)
+        return KnownPlan(uuid.uuid4().hex, tuple(local), made, *names)
+
+    def _made(self, local: Sequence[RankPlan]) -> GlobalPlan:
+        """As columns, where all ranks sent some and nothing is odd about them; otherwise item by item."""
+        parts: dict[Any, Any] = {}
+        columns = [plan.items.columns(parts) if isinstance(plan.items, PlanItems) else None for plan in local]
+        all_columns = [own for own in columns if own is not None]
+        if len(all_columns) == len(local) and self._plans_columns():
+            made = plan_columns(all_columns, [plan.data for plan in local], split_bytes=self._split_bytes)
+            if made is not None:
+                items = [ChosenItems(choice, own) for choice, own in zip(made.choices, all_columns, strict=True)]
+                return GlobalPlan(items, made.described, made.ties, made.order, made.groups, by_policy=False)
+        # Records of its own: those of the plan stay unmade, for the next save.
+        records = [plan if own is None else RankPlan(own.items(), plan.data) for plan, own in zip(local, columns, strict=True)]
+        return plan_globally(records, policy=self._policy, split_bytes=self._split_bytes, keep_empty=not self._local.engine)
 
     def _describe(self, known: KnownPlan) -> Metadata:
         """New at every save: the writer fills it in."""
+        stored = known.made.metadata
         if not self._local.engine:
             # Goes to disk by pickle: nothing of ours may be in it.
-            return Metadata(dict(known.made.metadata), planner_data=None if known.mapping is None else dict(known.mapping))
-        return EngineMetadata(
-            dict(known.made.metadata), planner_data=PlannerData(known.mapping, skeleton=known.skeleton, ties=known.made.ties)
-        )
+            assert isinstance(stored, dict)
+            return Metadata(dict(stored), planner_data=None if known.mapping is None else dict(known.mapping))
+        planner_data = PlannerData(known.mapping, skeleton=known.skeleton, ties=known.made.ties)
+        # Columns become records in the metadata alone, when somebody looks.
+        return EngineMetadata(cast(Any, dict(stored) if isinstance(stored, dict) else stored), planner_data=planner_data)
 
     def _shard_around(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, LocalShard]:
         tensor = self._local.tensors.get(key)

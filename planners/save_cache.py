@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dcp_engine.errors import PlanError
 from dcp_engine.planners.save_global import GlobalPlan, RankPlan
-from dcp_engine.planners.save_local import LocalPlanData, PlanRef
+from dcp_engine.planners.save_local import LocalLayout, LocalPlanData, PlanRef
 from dcp_engine.types import Path
 
 __all__ = ["GlobalPlanCache", "KnownPlan", "LocalPlanCache", "ReusedPlan"]
@@ -44,8 +43,8 @@ class LocalPlanCache:
     """
 
     ref: PlanRef
-    layout: Any
-    items: list[WriteItem]
+    layout: LocalLayout
+    items: Sequence[WriteItem]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +56,15 @@ class KnownPlan:
     made: GlobalPlan
     mapping: dict[str, Path] | None
     skeleton: bytes
-    order: NDArray[np.int64]
-    """Positions of all replicas in the digests of all ranks, one after the other, group by group."""
-    groups: NDArray[np.int64]
-    """For each of these positions, where its group begins in ``order``."""
-
-    @classmethod
-    def of(cls, plan_id: str, local: Sequence[RankPlan], made: GlobalPlan, mapping: dict[str, Path] | None, skeleton: bytes) -> KnownPlan:
-        """Derives the positions of the replicas."""
-        first = np.concatenate(([0], np.cumsum([len(plan.items) for plan in local], dtype=np.int64)))
-        order = np.array([first[rank] + number for group in made.replicas for rank, number in group], dtype=np.int64)
-        counts = np.array([len(group) for group in made.replicas], dtype=np.int64)
-        return cls(plan_id, tuple(local), made, mapping, skeleton, order, np.repeat(np.cumsum(counts) - counts, counts))
 
     def holds_for(self, plans: Sequence[RankPlan]) -> bool:
         """Whether the same plan would be made of these, which differ from ``local`` in contents at most."""
         if self.made.by_policy or len(plans) != len(self.local):
             return False
-        if not self.order.size:
+        if not self.made.order.size:
             return True
-        contents = np.concatenate([plan.data.digests for plan in plans])[self.order]
-        return bool((contents != 0).all() and (contents == contents[self.groups]).all())
+        contents = np.concatenate([plan.data.digests for plan in plans])[self.made.order]
+        return bool((contents != 0).all() and (contents == contents[self.made.groups]).all())
 
 
 class GlobalPlanCache:

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_engine.errors import PlanError, ReplicaMismatchError
-from dcp_engine.planners.balance import Piece, Unit, assign
+from dcp_engine.plan_columns import PlanColumns
+from dcp_engine.planners.balance import Piece, Unit, assign, cut_dim
 from dcp_engine.planners.geometry import TilingFault, as_boxes, check_tiling
 from dcp_engine.planners.replicas import ReplicaPolicy
 from dcp_engine.planners.save_local import LocalPlanData
@@ -34,9 +35,6 @@ __all__ = ["GlobalPlan", "RankPlan", "plan_globally"]
 Holder = tuple[int, int]
 """A rank, and the number of the item in its local plan."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-_ROWS_PER_HOLDER = 64
-"""A dimension with so many rows for each holder is cut finely enough; leading ones are preferred, since their slices are contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +51,19 @@ class GlobalPlan:
 
     Attributes:
         items: by rank, in the order of its local plan.
-        metadata: key -> what is stored under it; an alias of a tie is described like the key that it is stored under.
+        metadata: key -> what is stored under it, or the columns that say so; an alias of a tie is described like the key that it is
+            stored under.
         ties: alias key -> key.
-        replicas: what was taken for the same and written once: by group, rank and number of the item in the local plan.
+        order: what was taken for the same and written once, group by group: positions among the items of all ranks, one after the other.
+        groups: for each of these positions, where its group begins in ``order``.
         by_policy: replicas differed and a policy chose: the choice is to be made anew whenever contents change.
     """
 
-    items: list[list[WriteItem]]
-    metadata: dict[str, STORAGE_TYPES]
+    items: Sequence[Sequence[WriteItem]]
+    metadata: dict[str, STORAGE_TYPES] | PlanColumns
     ties: dict[str, str]
-    replicas: list[list[Holder]]
+    order: NDArray[np.int64]
+    groups: NDArray[np.int64]
     by_policy: bool
 
 
@@ -112,7 +113,14 @@ def plan_globally(plans: Sequence[RankPlan], *, policy: ReplicaPolicy, split_byt
     for alias, key in ties.items():
         draft.metadata[alias] = draft.metadata[key]
     items = [[item for _, item in sorted(pairs, key=_number)] for pairs in draft.items]
-    return GlobalPlan(items, draft.metadata, ties, [holders for _, _, holders in draft.shared], by_policy)
+    return GlobalPlan(items, draft.metadata, ties, *_replicas(draft.shared, plans), by_policy)
+
+
+def _replicas(shared: Sequence[tuple[_Entry, Box, list[Holder]]], plans: Sequence[RankPlan]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    first = np.concatenate(([0], np.cumsum([len(plan.items) for plan in plans], dtype=np.int64)))
+    order = np.array([first[rank] + number for _, _, holders in shared for rank, number in holders], dtype=np.int64)
+    counts = np.array([len(holders) for _, _, holders in shared], dtype=np.int64)
+    return order, np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _number(pair: tuple[int, WriteItem]) -> int:
@@ -329,14 +337,7 @@ def _unit(entry: _Entry, box: Box, holders: Sequence[Holder], plans: Sequence[Ra
     num_bytes = math.prod(box[1]) * entry.kind[0].itemsize
     if len(ranks) == 1 or not num_bytes:
         return Unit(num_bytes, ranks)
-    return Unit(num_bytes, ranks, box[1][_cut_dim(box[1], len(ranks))] if box[1] else 1)
-
-
-def _cut_dim(sizes: Sequence[int], num_holders: int) -> int:
-    for dim, size in enumerate(sizes):
-        if size >= _ROWS_PER_HOLDER * num_holders:
-            return dim
-    return max(range(len(sizes)), key=lambda dim: sizes[dim])
+    return Unit(num_bytes, ranks, box[1][cut_dim(box[1], len(ranks))] if box[1] else 1)
 
 
 def _items_of(
@@ -346,7 +347,7 @@ def _items_of(
         rank = pieces[0].rank
         yield rank, plans[rank].items[numbers[rank]]
         return
-    dim = _cut_dim(box[1], len(numbers))
+    dim = cut_dim(box[1], len(numbers))
     for piece in pieces:
         offsets, sizes = list(box[0]), list(box[1])
         offsets[dim] += piece.begin

@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp_engine.errors import StateError, UnencodableObjectError, UnsupportedTensorError
 from dcp_engine.objects import encode_object
+from dcp_engine.plan_columns import PlanColumns, compress, pack_integers, unpack_integers
+from dcp_engine.planners.column_builder import ColumnBuilder
 from dcp_engine.planners.local_shards import LocalTensor, describe, is_tensor_like
 from dcp_engine.planners.replicas import ContentDigests
 from dcp_engine.planners.skeleton import encode_skeleton
@@ -22,7 +24,7 @@ from dcp_engine.planners.ties import find_ties
 from dcp_engine.planners.tree import flatten
 from dcp_engine.types import Path
 
-__all__ = ["LocalPlanData", "LocalState", "PlanRef"]
+__all__ = ["LocalLayout", "LocalPlanData", "LocalState", "PlanRef"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,7 @@ class LocalPlanData:
         digests: content of each item, ``[num_items]``; 0 where this rank knows that no other holds the same box.
         object_bytes: encoded size of each item that is an object, ``[num_items]``; 0 for tensors and where it is unknown.
         cached: the items are those that this rank sent when that plan was made, and are not sent again; nor are the fields below.
-        mapping: key -> typed path; None where the state was not flattened.
-        skeleton: the state's containers, encoded.
+        skeleton: the state's containers, encoded and compressed, from which its paths follow; empty where the state was not flattened.
         ties: alias key -> key with the same memory on this rank.
         unheld: keys of tensors of which this rank holds nothing, because it lies outside their mesh or its part is empty.
     """
@@ -55,10 +56,41 @@ class LocalPlanData:
     digests: NDArray[np.uint64]
     object_bytes: NDArray[np.int64]
     cached: PlanRef | None = None
-    mapping: Mapping[str, Path] | None = None
     skeleton: bytes = b""
     ties: Mapping[str, str] = field(default_factory=dict)
     unheld: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rest = (self.cached, self.skeleton, self.ties, self.unheld)
+        return (_local_plan_data, (pack_integers(self.digests), pack_integers(self.object_bytes), *rest))
+
+
+def _local_plan_data(digests: bytes | int, object_bytes: bytes | int, *rest: Any) -> LocalPlanData:
+    return LocalPlanData(unpack_integers(digests, np.uint64), unpack_integers(object_bytes, np.int64), *rest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalLayout:
+    """All that a rank's plan depends on, but for contents: equal layouts have equal plans.
+
+    Attributes:
+        columns: the boxes.
+        replicated: for each key, whether other ranks may hold its boxes.
+        skeleton: the containers; None where the state was not flattened.
+        absent: keys of tensors whose mesh this rank is outside of, and of those of which it holds nothing.
+        ties: alias key -> key with the same memory on this rank.
+    """
+
+    columns: PlanColumns
+    replicated: bytes
+    skeleton: bytes | None
+    absent: tuple[str, ...]
+    ties: Mapping[str, str]
+
+    def same_as(self, other: LocalLayout) -> bool:
+        """Whether the same plan follows."""
+        mine, theirs = ((layout.replicated, layout.skeleton, layout.absent, layout.ties) for layout in (self, other))
+        return mine == theirs and self.columns.same_as(other.columns)
 
 
 class LocalState:
@@ -127,17 +159,26 @@ class LocalState:
                 items.append(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO))
         return items
 
-    def layout(self) -> tuple[object, ...]:
-        """All that the plan depends on, but for contents: equal layouts have equal plans."""
-        entries: list[object] = []
+    def layout(self, ties: Mapping[str, str]) -> LocalLayout | None:
+        """The items as columns, and what else the plan depends on; None where columns are no fit form."""
+        builder = ColumnBuilder()
+        replicated = bytearray()
         for key in self.leaves:
             tensor = self.tensors.get(key)
             if tensor is not None:
-                boxes = [(shard.offsets, shard.sizes) for shard in tensor.shards]
-                entries.append((key, tensor.dtype, tensor.global_shape, boxes, tensor.may_be_replicated))
+                if tensor.shards:
+                    builder.add_tensor(tensor)
+                    replicated.append(tensor.may_be_replicated)
             elif key not in self._absent:
-                entries.append(key)
-        return (self.engine, entries, self.paths, self.skeleton, self._absent)
+                builder.add_object(key)
+                replicated.append(True)
+        columns = builder.build()
+        skeleton = None if self.paths is None else self.skeleton
+        return None if columns is None else LocalLayout(columns, bytes(replicated), skeleton, self.unheld(), ties)
+
+    def packed_skeleton(self) -> bytes:
+        """The containers for the way to the coordinator; empty where not flattened."""
+        return b"" if self.paths is None else compress(self.skeleton)
 
     def unheld(self) -> tuple[str, ...]:
         """Keys of tensors of which this rank holds nothing."""

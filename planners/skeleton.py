@@ -23,8 +23,19 @@ from dcp_engine.errors import KeyMismatchError, LimitExceededError, MalformedChe
 from dcp_engine.object_registry import find_by_name
 from dcp_engine.object_types import FACTORIES
 from dcp_engine.objects import Buffer, decode_object, encode_object
+from dcp_engine.types import Path
 
-__all__ = ["KINDS", "MAPPINGS", "MAX_NAME_CHARS", "Node", "decode_skeleton", "encode_skeleton", "merge_skeletons", "unflatten"]
+__all__ = [
+    "KINDS",
+    "MAPPINGS",
+    "MAX_NAME_CHARS",
+    "Node",
+    "decode_skeleton",
+    "encode_skeleton",
+    "leaf_paths",
+    "merge_skeletons",
+    "unflatten",
+]
 
 KINDS = {"dict": 1, "ordered": 2, "default": 3, "counter": 4, "mapping": 5, "list": 6, "empty_list": 7, "tuple": 8, "record": 9}
 """Kind -> code in the file, append-only. ``mapping`` is any other Mapping, which comes back as a dict; ``empty_list`` is a list that is a
@@ -181,6 +192,27 @@ def leaf_names(skeleton: Node) -> Iterator[str]:
                 yield child
             else:
                 stack.append(child)
+
+
+def leaf_paths(skeleton: Node) -> dict[str, Path]:
+    """Key of every leaf, and of every ``empty_list``, -> its path in DCP's form; in pre-order."""
+    paths: dict[str, Path] = {}
+    stack: list[tuple[Node, Path, Iterator[tuple[Any, Node | str]]]] = [(skeleton, (), iter(skeleton.entries.items()))]
+    while stack:
+        node, prefix, children = stack[-1]
+        textual = node.kind in MAPPINGS
+        for key, child in children:
+            path = (*prefix, key if type(key) is str or not textual else str(key))
+            if isinstance(child, str):
+                paths[child] = path
+                continue
+            if child.kind == "empty_list" and child.detail is not None:
+                paths[child.detail] = path
+            stack.append((child, path, iter(child.entries.items())))
+            break
+        else:
+            stack.pop()
+    return paths
 
 
 def merge_skeletons(skeletons: Sequence[Node], ranks: Sequence[int] | None = None) -> Node:

@@ -43,10 +43,12 @@ from dcp_engine.errors import (
 )
 from dcp_engine.memory import memory_bytes
 from dcp_engine.objects import decode_object
+from dcp_engine.plan_columns import PlanColumns, PlanItems
 from dcp_engine.storage import dtypes
+from dcp_engine.storage.column_records import check_column_tensors, column_sources, empty_column_entries, is_delivered
 from dcp_engine.storage.limits import MAX_DIMS
 from dcp_engine.storage.manifest import Manifest
-from dcp_engine.storage.planner_values import ObjectTarget, TensorBytes, TensorTarget, object_bytes
+from dcp_engine.storage.planner_values import ObjectTarget, RowValues, TensorBytes, TensorTarget, object_bytes
 from dcp_engine.storage.records import ChunkSource, ReadRequest
 from dcp_engine.types import EngineMetadata, PlannerData
 
@@ -78,6 +80,9 @@ def check_delivered(metadata: Metadata, manifest: Manifest) -> None:
     Raises:
         PlanError: a chunk is missing, or one was written that nobody planned.
     """
+    columns = _columns_of(metadata)
+    if columns is not None and is_delivered(columns, _ties_of(metadata), manifest):
+        return
     planned, delivered = _planned_boxes(metadata), _delivered_boxes(manifest)
     if planned != delivered:
         odd = planned ^ delivered
@@ -115,12 +120,19 @@ def _ties_of(metadata: Metadata) -> Mapping[str, str]:
     return metadata.planner_data.ties if isinstance(metadata.planner_data, PlannerData) else {}
 
 
+def _columns_of(metadata: Metadata) -> PlanColumns | None:
+    return metadata.columns if isinstance(metadata, EngineMetadata) else None
+
+
 def check_tensors(plan: SavePlan) -> None:
     """Refuse tensors that cannot be stored before the plans of all ranks are merged: DCP's own planner fails there on some, without a key.
 
     Raises:
         UnsupportedTensorError: naming the first one's key, and its dtype, layout or number of dimensions.
     """
+    if isinstance(plan.items, PlanItems) and (columns := plan.items.columns()) is not None:
+        check_column_tensors(columns)
+        return
     known: set[tuple[torch.dtype, torch.layout, int]] = set()
     for item in plan.items:
         data = item.tensor_data
@@ -153,6 +165,8 @@ def sources_of_plan(plan: SavePlan, planner: SavePlanner, components: ComponentM
         UnsupportedTensorError: a tensor's dtype cannot be stored.
         PlanError: an item carries no tensor data.
     """
+    if isinstance(plan.items, PlanItems) and (columns := plan.items.columns()) is not None:
+        return column_sources(columns, RowValues(planner, columns), components)
     sources: dict[str, list[ChunkSource]] = {}
     for item in plan.items:
         source = _object_source(item, planner) if item.type is WriteItemType.BYTE_IO else _tensor_source(item, planner)
@@ -162,7 +176,10 @@ def sources_of_plan(plan: SavePlan, planner: SavePlanner, components: ComponentM
 
 def empty_entries(metadata: Metadata) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     """Name, dtype code and shape of the tensors without elements: they have no chunks, so only the metadata knows of them."""
-    ties = _ties_of(metadata)
+    ties, columns = _ties_of(metadata), _columns_of(metadata)
+    if columns is not None:
+        yield from empty_column_entries(columns, ties)
+        return
     for key, entry in metadata.state_dict_metadata.items():
         if key not in ties and isinstance(entry, TensorStorageMetadata) and 0 in entry.size:
             yield key, dtypes.of_tensor_dtype(entry.properties.dtype, tensor=key).code, tuple(entry.size)

@@ -27,11 +27,12 @@ from dcp_engine.errors import (
 )
 from dcp_engine.memory import memory_bytes, require_memory
 from dcp_engine.objects import decode_object, encode_object
+from dcp_engine.plan_columns import PlanColumns
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.dtypes import DtypeInfo
 from dcp_engine.types import EncodedObject
 
-__all__ = ["ObjectTarget", "TensorBytes", "TensorTarget", "object_bytes"]
+__all__ = ["ObjectTarget", "RowValues", "TensorBytes", "TensorTarget", "object_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,29 @@ class TensorBytes:
             )
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         return dtypes.carrier(plain).reshape(-1).view(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class RowValues:
+    """The values behind a plan's rows. The record that a planner is asked with is made when the value is wanted.
+
+    Attributes:
+        planner: resolves the rows.
+        columns: the plan.
+    """
+
+    planner: SavePlanner
+    columns: PlanColumns
+
+    def tensor(self, row: int, sizes: tuple[int, ...], dtype: torch.dtype | None) -> NDArray[np.uint8]:
+        """As :class:`TensorBytes`."""
+        (item,) = self.columns.items((row,))
+        return TensorBytes(self.planner, item, sizes, dtype)()
+
+    def object(self, row: int) -> tuple[NDArray[np.uint8], DtypeInfo]:
+        """As :func:`object_bytes`."""
+        (item,) = self.columns.items((row,))
+        return object_bytes(item, self.planner)
 
 
 def object_bytes(item: WriteItem, planner: SavePlanner) -> tuple[NDArray[np.uint8], DtypeInfo]:
