@@ -1,7 +1,8 @@
 """What goes where: save and load planners, geometry, balance.
 
-- Save: ``save`` (DCP's calls), ``save_local`` (what one rank has), ``save_global`` (what all ranks do), ``save_cache`` (plans used again),
-  ``replicas`` (whether they are equal), ``balance`` (who writes what).
+- Save: ``save`` (DCP's calls), ``save_local`` (what one rank has) and ``column_builder`` (the same as columns), ``save_columns`` (what all
+  ranks do, where nothing is odd), ``save_global`` (the same, item by item), ``save_choice`` (what goes back to a rank), ``save_names``,
+  ``save_cache`` (plans used again), ``replicas`` (whether they are equal), ``balance`` (who writes what).
 - Load: ``load`` (DCP's calls), ``catalogue`` (what is stored), ``rename``, ``selection``, ``strictness``, ``misfits`` and ``dtype_policy``
   (what a value may take), ``load_items``, ``load_object``, ``load_report``; ``build`` and ``materialise`` (what is not there yet).
 - Both: ``tree`` (names of leaves), ``skeleton`` (containers), ``local_shards`` (what a rank holds of a tensor) and ``placements`` (of a

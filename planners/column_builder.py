@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -81,5 +82,5 @@ class ColumnBuilder:
 def _padded(rows: list[Sequence[int]], dims: NDArray[np.int64], width: int, filler: int) -> NDArray[np.int64]:
     padded = np.full((len(rows), width), filler, dtype=np.int64)
     total = int(dims.sum())
-    padded[np.arange(width) < dims[:, None]] = np.fromiter((value for row in rows for value in row), dtype=np.int64, count=total)
+    padded[np.arange(width) < dims[:, None]] = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64, count=total)
     return padded

@@ -196,23 +196,25 @@ class LocalState:
         Args:
             replicated: more than one rank takes part in the save. Otherwise no digest is computed.
         """
-        values: list[tuple[str, Any]] = []
-        for key, value in self.leaves.items():
+        present = [key for key in self.leaves if key not in self._absent] if self._absent else list(self.leaves)
+        num_items = len(present) + sum(len(tensor.shards) - 1 for tensor in self.tensors.values())
+        digests = ContentDigests(num_items)
+        sizes = np.zeros(num_items, dtype=np.int64)
+        slot = 0
+        for key in present:
             tensor = self.tensors.get(key)
-            if tensor is not None:
-                # Ranks that hold no element of an empty tensor all describe it whole.
-                wanted = replicated and (tensor.may_be_replicated or 0 in tensor.global_shape)
-                values += [(key, shard.tensor if wanted else None) for shard in tensor.shards]
-            elif key not in self._absent:
-                values.append((key, value))
-        digests = ContentDigests(len(values))
-        sizes = np.zeros(len(values), dtype=np.int64)
-        for slot, (key, value) in enumerate(values):
-            if key not in self.tensors:
-                value = self._encode(key, value, replicated)
-                sizes[slot] = len(value)
-            if replicated and value is not None:
-                digests.add(slot, value)
+            if tensor is None:
+                encoded = self._encode(key, self.leaves[key], replicated)
+                sizes[slot] = len(encoded)
+                if replicated:
+                    digests.add(slot, encoded)
+                slot += 1
+                continue
+            # Ranks that hold no element of an empty tensor all describe it whole.
+            if replicated and (tensor.may_be_replicated or 0 in tensor.global_shape):
+                for number, shard in enumerate(tensor.shards, start=slot):
+                    digests.add(number, shard.tensor)
+            slot += len(tensor.shards)
         return digests.finish(), sizes
 
     def _encode(self, key: str, value: object, replicated: bool) -> bytes:

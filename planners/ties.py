@@ -22,10 +22,13 @@ def find_ties(tensors: Iterable[LocalTensor]) -> dict[str, str]:
     The same memory means the same boxes of the same global shape, and for each the same address, strides, dtype and device. Tensors
     without elements have no memory and are never tied.
     """
+    held = [tensor for tensor in tensors if tensor.shards and 0 not in tensor.global_shape]
+    addresses = [tensor.shards[0].tensor.data_ptr() for tensor in held]
+    if len(set(addresses)) == len(addresses):
+        return {}
     by_address: dict[int, list[LocalTensor]] = {}
-    for tensor in tensors:
-        if tensor.shards and 0 not in tensor.global_shape:
-            by_address.setdefault(tensor.shards[0].tensor.data_ptr(), []).append(tensor)
+    for tensor, address in zip(held, addresses, strict=True):
+        by_address.setdefault(address, []).append(tensor)
     ties = {}
     for sharing in by_address.values():
         if len(sharing) == 1:

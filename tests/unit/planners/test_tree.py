@@ -22,7 +22,7 @@ from dcp_engine.errors import (
     UnencodableObjectError,
 )
 from dcp_engine.objects import encode_object, register_type
-from dcp_engine.planners.skeleton import Node, decode_skeleton, encode_skeleton, merge_skeletons, unflatten
+from dcp_engine.planners.skeleton import Node, decode_skeleton, encode_skeleton, leaf_paths, merge_skeletons, unflatten
 from dcp_engine.planners.tree import assign, flatten
 
 T = torch.zeros(1)
@@ -428,3 +428,10 @@ def test_many_leaves_and_many_nodes() -> None:
     assert isinstance(flat.skeleton.entries["state"].entries[7].entries["list"], Node)  # type: ignore[union-attr]
     assert len(encode_skeleton(flat.skeleton)) < 60_000 * 12
     assert types_of(through_bytes(state)) == types_of(state)
+
+
+def test_paths_follow_from_the_skeleton() -> None:
+    state = {"a": {1: torch.ones(1), "x": []}, "l": [torch.ones(1), (torch.ones(2), {"d": 3})], "o": OrderedDict(k=[1, 2]), ("t",): {}}
+    flat = flatten(state)
+    assert leaf_paths(decode_skeleton(encode_skeleton(flat.skeleton))) == flat.paths
+    assert list(leaf_paths(flat.skeleton)) == list(flat.leaves)
