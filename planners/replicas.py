@@ -97,7 +97,7 @@ def host_digest(tensor: torch.Tensor) -> int:
     """xxh3-64 of a CPU tensor's row-major bytes, whatever its strides, with the host bit set."""
     tensor = tensor.detach() if tensor.requires_grad else tensor
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():  # a fast way for the many small ones
-        return int(xxhash.xxh3_64_intdigest(tensor.reshape(-1).view(torch.uint8).numpy())) | _HOST_BIT
+        return int(xxhash.xxh3_64_intdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)) | _HOST_BIT
     parts = _parts(tensor)
     digest = xxhash.xxh3_64()
     for part in parts:
