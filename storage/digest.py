@@ -12,7 +12,28 @@ import xxhash
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["block_digest"]
+__all__ = ["BlockDigest", "block_digest"]
+
+# The one-shot functions of xxhash hold the GIL: over a block of megabytes they would stop every other worker. ``update`` gives it up.
+_ONE_SHOT_BYTES = 64 << 10
+
+
+class BlockDigest:
+    """The digest of a block whose bytes come piece by piece, each best given while it is still in the cache. Not thread-safe."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def update(self, piece: Buffer) -> None:
+        """Takes the next bytes; releases the GIL on large pieces."""
+        self._state.update(piece)
+
+    def value(self) -> int:
+        """xxh3-64 (seed 0) of all bytes so far, as an unsigned integer."""
+        found: int = self._state.intdigest()
+        return found
 
 
 def block_digest(*parts: Buffer) -> int:
@@ -20,11 +41,10 @@ def block_digest(*parts: Buffer) -> int:
 
     Thread-safe; releases the GIL on large parts.
     """
-    if len(parts) == 1:
+    if len(parts) == 1 and memoryview(parts[0]).nbytes <= _ONE_SHOT_BYTES:
         value: int = xxhash.xxh3_64_intdigest(parts[0])
         return value
-    state = xxhash.xxh3_64()
+    digest = BlockDigest()
     for part in parts:
-        state.update(part)
-    total: int = state.intdigest()
-    return total
+        digest.update(part)
+    return digest.value()

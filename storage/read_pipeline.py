@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ import numpy as np
 from dcp_engine.errors import DcpEngineError, DigestMismatchError, MalformedCheckpointError
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.codecs import RAW, Scratch, decode_block
-from dcp_engine.storage.digest import block_digest
+from dcp_engine.storage.digest import BlockDigest, block_digest
 from dcp_engine.storage.limits import BLOCK_BYTES
 from dcp_engine.storage.read_plan import BlockPlan, Span, plan_reads, read_budget
 from dcp_engine.storage.read_targets import Wanted, open_target
@@ -80,8 +80,9 @@ class _Job:
         plan: the block and what is wanted of it.
         dtype: element type of everything in it.
         codec, raw_bytes, digest: the manifest's columns.
-        parts: where the extent is read to, in order; the last one holds the padding, if any, at its end.
-        padding_bytes: length of the padding.
+        parts: where the stored bytes are read to, in order.
+        padding: where the padding after them is read to.
+        found_digest: of the stored bytes as they were read; ``None`` where it is not checked.
         in_place: the wanted bytes are part of ``parts`` already, in the target's memory.
     """
 
@@ -91,8 +92,13 @@ class _Job:
     raw_bytes: int
     digest: int
     parts: list[memoryview]
-    padding_bytes: int
+    padding: memoryview
+    found_digest: int | None = None
     in_place: bool = False
+
+    @property
+    def extent(self) -> int:
+        return sum(map(len, self.parts)) + len(self.padding)
 
 
 class _SpanReader:
@@ -121,14 +127,16 @@ class _SpanReader:
         plan = span.blocks[0]
         try:
             file = self._files.use(span.file)
-            jobs = self._prepare(span, scratch)
-            file.read_into(span.position, [part for job in jobs for part in job.parts])
-            for job in jobs:
-                plan = job.plan
-                self._check(job, span)
-                if not job.in_place:
-                    self._deliver(job, scratch)
-                self._finish(plan)
+            position = span.position
+            for group in _groups(self._prepare(span, scratch), file.piece_bytes):
+                plan = group[0].plan
+                position = self._fill(group, file, position)
+                for job in group:
+                    plan = job.plan
+                    self._check(job, span)
+                    if not job.in_place:
+                        self._deliver(job, scratch)
+                    self._finish(plan)
         except DcpEngineError as error:
             _add_place(error, self._path, self._manifest.files[span.file].name, self._first_request(plan).name)
             raise
@@ -146,25 +154,44 @@ class _SpanReader:
             span.blocks, *(column[blocks].tolist() for column in columns), strict=True
         ):
             dtype = dtypes.of_code(int(table.entry_dtypes[table.chunk_entries[self._first_request(plan).chunk]]))
-            job = _Job(plan, dtype, codec, raw_bytes, digest, [buffer[begin : begin + extent]], extent - stored_bytes)
-            begin += extent
+            middle, end = begin + stored_bytes, begin + extent
+            job = _Job(plan, dtype, codec, raw_bytes, digest, [buffer[begin:middle]], buffer[middle:end])
+            begin = end
             if codec == RAW:
                 _read_in_place(job)
             jobs.append(job)
         return jobs
 
+    def _fill(self, group: list[_Job], file: ReadFile, position: int) -> int:
+        """Read some jobs at once, or one of them in pieces, each digested while it is in the cache. Returns where they end in the file."""
+        if len(group) > 1 or group[0].extent <= file.piece_bytes:
+            parts = [part for job in group for part in (*job.parts, job.padding)]
+            file.read_into(position, parts)
+            for job in group:
+                job.found_digest = block_digest(*job.parts) if self._verify else None
+            return position + sum(map(len, parts))
+        (job,) = group
+        digest = BlockDigest()
+        for part in job.parts:
+            for begin in range(0, len(part), file.piece_bytes):
+                piece = part[begin : begin + file.piece_bytes]
+                file.read_into(position, [piece])
+                position += len(piece)
+                if self._verify:
+                    digest.update(piece)
+        file.read_into(position, [job.padding])
+        job.found_digest = digest.value() if self._verify else None
+        return position + len(job.padding)
+
     def _check(self, job: _Job, span: Span) -> None:
-        """Compare padding and digest. ``parts`` hold the stored bytes alone afterwards."""
-        if job.padding_bytes:
-            tail = job.parts.pop()
-            stored_bytes = len(tail) - job.padding_bytes
-            if bytes(tail[stored_bytes:]).strip(b"\0"):
-                raise MalformedCheckpointError(f"the padding after {self._describe(job, span)} is not zero")
-            if stored_bytes:
-                job.parts.append(tail[:stored_bytes])
-        if self._verify and (found := block_digest(*job.parts)) != job.digest:
+        """Compare padding and digest."""
+        if bytes(job.padding).strip(b"\0"):
+            raise MalformedCheckpointError(f"the padding after {self._describe(job, span)} is not zero")
+        if job.found_digest is not None and job.found_digest != job.digest:
             raise DigestMismatchError(
-                f"the stored bytes of {self._describe(job, span)} are damaged", expected=f"{job.digest:016x}", found=f"{found:016x}"
+                f"the stored bytes of {self._describe(job, span)} are damaged",
+                expected=f"{job.digest:016x}",
+                found=f"{job.found_digest:016x}",
             )
 
     def _deliver(self, job: _Job, scratch: Scratch) -> None:
@@ -214,14 +241,28 @@ class _SpanReader:
         return f"block {job.plan.block - first}" + (f" (of this tensor and {others} more requests)" if others else "")
 
 
+def _groups(jobs: Iterable[_Job], piece_bytes: int) -> Iterator[list[_Job]]:
+    """Jobs that are read by one call: small ones together up to a piece, larger ones alone."""
+    group: list[_Job] = []
+    num_bytes = 0
+    for job in jobs:
+        if group and num_bytes + job.extent > piece_bytes:
+            yield group
+            group, num_bytes = [], 0
+        group.append(job)
+        num_bytes += job.extent
+    if group:
+        yield group
+
+
 def _read_in_place(job: _Job) -> None:
     """Let a raw block be read into the target, with the buffer for what surrounds the wanted bytes, if they are one run on both sides."""
     run = _run_of(job)
     if run is None:
         return
     begin, memory = run
-    (extent,) = job.parts
-    parts = (extent[:begin], memory, extent[begin + len(memory) :])
+    (stored,) = job.parts
+    parts = (stored[:begin], memory, stored[begin + len(memory) :])
     job.parts = [part for part in parts if len(part)]
     job.in_place = True
 

@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,15 +31,14 @@ from dcp_engine.errors import (
 )
 from dcp_engine.objects import decode_object, encode_object
 from dcp_engine.storage import dcp_records
-from dcp_engine.storage.backends import Directory, WriteFile, is_supported_path, locate
+from dcp_engine.storage.backends import is_supported_path, locate
 from dcp_engine.storage.limits import MAX_STEP, MAX_TEXT_BYTES
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
 from dcp_engine.storage.publish import AttemptRef, Publisher, open_publisher
-from dcp_engine.storage.records import ChunkSource, ShardReceipt
+from dcp_engine.storage.records import ShardReceipt
+from dcp_engine.storage.shard_set import Writer, write_shards
 from dcp_engine.storage.steps import parse_step_name
-from dcp_engine.storage.workers import WorkerPool
-from dcp_engine.storage.write_pipeline import write_shard
 from dcp_engine.types import EngineMetadata, EngineStorageMeta, PlannerData
 
 __all__ = ["ShardWriter"]
@@ -309,42 +307,10 @@ class ShardWriter(StorageWriter):
         publisher = self._publisher()
         directory = publisher.attempt(ticket.attempt)
         by_component = dcp_records.sources_of_plan(plan, planner, self._components)
-        receipts = []
-        # fsync of one file runs beside the writing of the next: it is a third of a save to disk when it comes after.
-        with WorkerPool(self._options.threads) as pool, WorkerPool(1) as syncing:
-            commits = []
-            for component, sources in sorted(by_component.items()):
-                if not any(source.nbytes for source in sources):
-                    continue  # tensors without elements are in the manifest alone: no load would check a file without blocks
-                receipt, file = self._write_file(directory, component, sources, ticket, pool)
-                receipts.append(receipt)
-                commits.append(syncing.submit(partial(_commit, file)))
-            for future in commits:
-                future.result()
+        writer = Writer(rank=ticket.rank, world_size=ticket.world_size, nonce=ticket.attempt.nonce)
+        receipts = write_shards(directory, by_component, writer, self._options)
         publisher.seal(ticket.attempt)
         return receipts
-
-    def _write_file(
-        self, directory: Directory, component: str, sources: list[ChunkSource], ticket: _Ticket, pool: WorkerPool
-    ) -> tuple[ShardReceipt, WriteFile]:
-        name = f"{component}-{ticket.rank:05d}.shard"
-        file = directory.create(name)
-        try:
-            receipt = write_shard(
-                file,
-                name=name,
-                component=component,
-                rank=ticket.rank,
-                world_size=ticket.world_size,
-                nonce=ticket.attempt.nonce,
-                sources=sources,
-                options=self._options,
-                pool=pool,
-            )
-        except BaseException:
-            file.abort()
-            raise
-        return receipt, file
 
     def _receipts(self, results: list[list[WriteResult]], attempt: AttemptRef) -> list[ShardReceipt]:
         receipts: list[ShardReceipt] = []
@@ -394,14 +360,6 @@ class ShardWriter(StorageWriter):
             metadata.nonce = manifest.nonce
             metadata.manifest_sha256 = hashlib.sha256(encoded).hexdigest()
             metadata.user_metadata = self._user_metadata
-
-
-def _commit(file: WriteFile) -> None:
-    try:
-        file.commit()
-    except BaseException:
-        file.abort()
-        raise
 
 
 def _environment() -> dict[str, str | None]:

@@ -20,15 +20,24 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 @runtime_checkable
 class WriteFile(Protocol):
-    """A new file, appended to and then committed or aborted. Not thread-safe: one writer at a time.
+    """A new file, filled and then committed or aborted.
 
-    After an error of ``write`` or ``commit`` the file is dead: both refuse from then on, and only ``abort`` is left. A failed flush to
-    the device may have dropped the data, so that a second try would lie.
+    After an error of ``write``, ``write_at`` or ``commit`` the file is dead: all refuse from then on, and only ``abort`` is left. A failed
+    flush to the device may have dropped the data, so that a second try would lie.
+
+    Thread-safety: any number of threads may be in ``write_at``; nothing else may run beside it or beside itself.
     """
 
     @property
     def position(self) -> int:
-        """Bytes appended so far."""
+        """Length so far: where the furthest byte that was written ends."""
+        ...
+
+    def write_at(self, position: int, parts: Sequence[Buffer]) -> None:
+        """Writes all bytes of all parts, in order, from ``position`` (in bytes from the start) on. The parts may be reused when it returns.
+
+        No byte is written twice, and whoever leaves a gap fills it before ``commit``.
+        """
         ...
 
     def write(self, parts: Sequence[Buffer]) -> None:
@@ -53,6 +62,11 @@ class ReadFile(Protocol):
     @property
     def size_bytes(self) -> int:
         """Size when the file was opened."""
+        ...
+
+    @property
+    def piece_bytes(self) -> int:
+        """Length from which on a longer read is no cheaper by the byte: read in such pieces, bytes are in the cache when they are used."""
         ...
 
     def read_into(self, position: int, parts: Sequence[memoryview]) -> None:

@@ -29,6 +29,8 @@ __all__ = ["RemoteDirectory", "RemoteReadFile", "RemoteWriteFile", "knows_scheme
 _conditional: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 _conditional_lock = threading.Lock()
 
+_PIECE_BYTES = 64 * 2**20
+
 
 def knows_scheme(url: str) -> bool:
     """Whether fsspec has a driver for the URL, installed or not."""
@@ -63,16 +65,22 @@ class RemoteWriteFile:
 
     @property
     def position(self) -> int:
-        """Bytes appended so far."""
+        """Where the furthest byte that was written ends."""
         return self._spool.size_bytes
 
     def write(self, parts: Sequence[Buffer]) -> None:
         """Appends to the spool."""
+        self.write_at(self._spool.size_bytes, parts)
+
+    def write_at(self, position: int, parts: Sequence[Buffer]) -> None:
+        """Writes into the spool."""
         self._check_usable()
-        self._dead = True  # until all parts are in
-        for part in parts:
-            self._spool.write(part)
-        self._dead = False
+        try:
+            for part in parts:
+                position += self._spool.write_at(position, part)
+        except BaseException:
+            self._dead = True
+            raise
 
     def commit(self) -> None:
         """Sends the object, then asks the storage for its size."""
@@ -107,6 +115,11 @@ class RemoteReadFile:
     def size_bytes(self) -> int:
         """Size when the object was opened."""
         return self._size_bytes
+
+    @property
+    def piece_bytes(self) -> int:
+        """Large: every read is a request to a server far away."""
+        return _PIECE_BYTES
 
     def read_into(self, position: int, parts: Sequence[memoryview]) -> None:
         """Fetches one range and copies it into the parts."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+import threading
 from typing import IO
 
 from dcp_engine.storage.backends.base import Buffer
@@ -14,7 +16,7 @@ IN_MEMORY_BYTES = 8 * 2**20
 
 
 class Spool:
-    """Bytes on their way to a remote storage. Not thread-safe.
+    """Bytes on their way to a remote storage. Threads may write at once; nothing else may run beside that.
 
     The file is unlinked before its first byte, so that a killed process leaves nothing behind, and unbuffered, so that a full disk shows
     where the bytes are written.
@@ -22,27 +24,29 @@ class Spool:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._lock = threading.Lock()
         self._memory = bytearray()
         self._file: IO[bytes] | None = None
         self.size_bytes = 0
 
-    def write(self, part: Buffer) -> None:
-        """Appends. ``StorageError`` (``StorageFullError``) names the local directory that failed."""
+    def write_at(self, position: int, part: Buffer) -> int:
+        """Writes a part from ``position`` on, and says how long it is. ``StorageError`` names the local directory."""
         view = memoryview(part).cast("B")
-        self.size_bytes += view.nbytes
-        if self._file is None and self.size_bytes <= IN_MEMORY_BYTES:
-            self._memory += view
-            return
+        stop = position + view.nbytes
         try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(buffering=0, prefix="dcp-engine-")  # noqa: SIM115 - closed by close()
-                self._write_all(self._file, memoryview(self._memory))
-                self._memory = bytearray()
-            self._write_all(self._file, view)
+            with self._lock:
+                self.size_bytes = max(self.size_bytes, stop)
+                if self._file is None and self.size_bytes <= IN_MEMORY_BYTES:
+                    self._memory.extend(bytes(max(0, stop - len(self._memory))))
+                    self._memory[position:stop] = view
+                    return view.nbytes
+                file = self._file = self._file or self._moved_to_disk()
+            self._write_all(file, position, view)
         except OSError as error:
             failure = storage_failure(error, "spool the object on local disk", path=tempfile.gettempdir(), file=self._name)
             failure.remedy = "free some space there, or set TMPDIR to a larger file system"
             raise failure from error
+        return view.nbytes
 
     def content(self) -> bytes | str:
         """The bytes themselves, or the path of a file that holds them, valid until :meth:`close`."""
@@ -57,7 +61,19 @@ class Spool:
         if self._file is not None:
             self._file.close()
 
+    def _moved_to_disk(self) -> IO[bytes]:
+        file = tempfile.TemporaryFile(buffering=0, prefix="dcp-engine-")  # noqa: SIM115 - closed by close()
+        try:
+            self._write_all(file, 0, memoryview(self._memory))
+        except BaseException:
+            file.close()
+            raise
+        self._memory = bytearray()
+        return file
+
     @staticmethod
-    def _write_all(file: IO[bytes], view: memoryview) -> None:
+    def _write_all(file: IO[bytes], position: int, view: memoryview) -> None:
         while view.nbytes:
-            view = view[file.write(view) :]
+            num_bytes = os.pwrite(file.fileno(), view, position)
+            position += num_bytes
+            view = view[num_bytes:]

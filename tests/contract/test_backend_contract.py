@@ -51,6 +51,27 @@ class BackendContract:
 
         assert self.raw_get(directory, "a-00000.shard") == b"onetwothree!"
 
+    def test_parts_are_written_where_they_belong_in_any_order(self, directory: Directory) -> None:
+        file = directory.create("placed")
+        file.write([b"head"])
+        file.write_at(10, [b"three", b"", b"!"])
+        file.write_at(4, [b"two", memoryview(b"...")])
+        assert file.position == 16
+        file.write([b"end"])
+        file.commit()
+
+        assert self.raw_get(directory, "placed") == b"headtwo...three!end"
+
+    def test_threads_may_write_one_file(self, directory: Directory) -> None:
+        piece = 1 << 20
+        file = directory.create("shared")
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda number: file.write_at(number * piece, [bytes([number]) * piece]), reversed(range(12))))
+        assert file.position == 12 * piece
+        file.commit()
+
+        assert self.raw_get(directory, "shared") == b"".join(bytes([number]) * piece for number in range(12))
+
     def test_items_of_a_part_are_counted_in_bytes(self, directory: Directory) -> None:
         file = directory.create("words")
         file.write([memoryview(bytes(16)).cast("Q")])
@@ -114,6 +135,8 @@ class BackendContract:
 
         with pytest.raises(StorageError, match="closed"):
             file.write([b"1"])
+        with pytest.raises(StorageError, match="closed"):
+            file.write_at(0, [b"1"])
         with pytest.raises(StorageError, match="closed"):
             file.commit()
         assert self.raw_get(directory, "closed") == b""

@@ -102,9 +102,10 @@ def manifest_of(*receipts: ShardReceipt, empty: Sequence[tuple[str, int, tuple[i
 
 
 class CountingFile:
-    """A file that records what is read from it."""
+    """A file that records what is read from it, in calls as large as can be unless told otherwise."""
 
-    def __init__(self, file: ReadFile, reads: list[tuple[int, int]], closed: list[int]) -> None:
+    def __init__(self, file: ReadFile, reads: list[tuple[int, int]], closed: list[int], *, piece_bytes: int = 1 << 30) -> None:
+        self._piece_bytes = piece_bytes
         self._file = file
         self._reads = reads
         self._closed = closed
@@ -112,6 +113,10 @@ class CountingFile:
     @property
     def size_bytes(self) -> int:
         return self._file.size_bytes
+
+    @property
+    def piece_bytes(self) -> int:
+        return self._piece_bytes
 
     def read_into(self, position: int, parts: Sequence[memoryview]) -> None:
         self._reads.append((position, sum(part.nbytes for part in parts)))

@@ -46,7 +46,7 @@ def test_files_have_the_modes_of_the_umask(directory: LocalDirectory, umask: int
 
 
 def test_short_writes_are_continued(directory: LocalDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "writev", lambda fd, views: os.write(fd, bytes(views[0][:7])))
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, position: os.pwrite(fd, bytes(views[0][:7]), position))
     file = directory.create("x")
     file.write([b"a" * 20, b"b" * 7, b"c", b"d" * 15])
 
@@ -72,7 +72,7 @@ def test_short_reads_are_continued(directory: LocalDirectory, monkeypatch: pytes
 
 
 def test_a_device_that_takes_nothing_does_not_hang(directory: LocalDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "writev", lambda fd, views: 0)
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, position: 0)
     file = directory.create("x")
     with pytest.raises(StorageError, match="takes no more bytes"):
         file.write([b"a"])
@@ -102,7 +102,7 @@ def test_a_file_beyond_the_size_limit_is_a_full_storage(directory: LocalDirector
 def test_a_full_disk_in_mid_write_is_told(directory: LocalDirectory, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     file = directory.create("x")
     file.write([b"12345"])
-    monkeypatch.setattr(os, "writev", fail_with(code))
+    monkeypatch.setattr(os, "pwritev", fail_with(code))
 
     with pytest.raises(StorageFullError) as caught:
         file.write([b"6"])

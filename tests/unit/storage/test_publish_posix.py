@@ -467,7 +467,7 @@ def test_a_rename_that_was_refused_is_a_plain_failure(
     assert os.listdir(target.parent) == []
 
 
-@pytest.mark.parametrize("call", ["writev", "fsync"])
+@pytest.mark.parametrize("call", ["pwritev", "fsync"])
 def test_a_commit_that_fails_leaves_no_descriptor_open(target: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     publisher = open_publisher(target)
     ref = publisher.begin()
@@ -616,7 +616,7 @@ def _failing_at(patch: pytest.MonkeyPatch, number: int, error: BaseException, *,
         return counted
 
     os_close = os.close
-    for name in ("mkdir", "open", "writev", "fsync", "close", "rename"):
+    for name in ("mkdir", "open", "pwritev", "fsync", "close", "rename"):
         patch.setattr(os, name, wrap(name, getattr(os, name)))
     patch.setattr(publish_posix, "exchange", wrap("exchange", publish_posix.exchange))
     while True:

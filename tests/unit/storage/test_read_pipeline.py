@@ -201,6 +201,33 @@ def test_adjacent_blocks_are_read_by_one_call_in_file_order(tmp_path: Path) -> N
     assert block_reads(manifest, reads) == list(range(60))
 
 
+@pytest.mark.parametrize("codec", ["raw", "planes"])
+def test_large_blocks_are_read_in_pieces_and_small_ones_together(tmp_path: Path, codec: str) -> None:
+    piece_bytes = 100_000
+    sizes = {"large": BLOCK_ITEMS + 1000, "a": 20_000, "b": 20_001, "c": 20_002}
+    tensors = {name: weights(size) for name, size in sizes.items()}
+    manifest = manifest_of(write(tmp_path, [source_of(name, tensor) for name, tensor in tensors.items()], options(codec=codec)))
+    targets = {name: Target(np.zeros(size, np.int32)) for name, size in sizes.items()}
+    reads: list[tuple[int, int]] = []
+    place = LocalDirectory(str(tmp_path))
+    with WorkerPool(2) as pool:
+        read_chunks(
+            manifest,
+            lambda name: CountingFile(place.open(name), reads, [], piece_bytes=piece_bytes),
+            [target.request(manifest, name) for name, target in targets.items()],
+            options=options(),
+            pool=pool,
+            path=str(tmp_path),
+        )
+    for name, target in targets.items():
+        assert target.array.tobytes() == tensors[name].numpy().tobytes()
+    footer = manifest.footer_position(0)
+    blocks = sorted(read for read in reads if HEADER_BYTES <= read[0] < footer)
+    assert blocks[0][0] == HEADER_BYTES
+    assert all(0 <= length <= piece_bytes for _, length in blocks)
+    assert sum(length for _, length in blocks) == footer - HEADER_BYTES
+
+
 class AddressFile(CountingFile):
     """Records the memory that is read into."""
 

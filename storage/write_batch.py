@@ -1,0 +1,183 @@
+"""What a worker does with a few blocks of a shard file: encode and digest them, find their place, write them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dcp_engine.storage.codecs import RAW, EncodedBlock, Scratch, encode_block
+from dcp_engine.storage.digest import BlockDigest, block_digest
+from dcp_engine.storage.limits import ALIGN_BYTES
+from dcp_engine.storage.records import PipelineOptions
+from dcp_engine.storage.workers import WorkerPool
+from dcp_engine.storage.write_blocks import Block
+
+if TYPE_CHECKING:
+    from dcp_engine.storage.backends.base import Buffer, WriteFile
+
+__all__ = ["Batch", "Places", "write_encoded", "write_raw"]
+
+_ZEROS = memoryview(bytes(ALIGN_BYTES))
+# Large enough for a system call not to count, small enough for the cache of one core: what was copied to the file is digested from there.
+_PIECE_BYTES = 512 << 10
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Blocks that are written by one task, one after the other.
+
+    Attributes:
+        index: which batch of the file it is.
+        blocks: what is in it.
+        position: where it begins in the file, in bytes; ``None`` until the lengths of all before it are known.
+        stored: of each block that is done: stored bytes, codec, digest.
+        parts: encoded bytes and padding, as long as they wait for their place.
+        scratch: holds some of the parts, and goes back to the pool once they are written.
+    """
+
+    index: int
+    blocks: list[Block]
+    position: int | None = None
+    stored: list[tuple[int, int, int]] = field(default_factory=list)
+    parts: list[Buffer] = field(default_factory=list)
+    scratch: Scratch | None = None
+
+    def raw_extent(self) -> int:
+        """Bytes in the file, padding included, if no block is compressed."""
+        return sum(block.raw_bytes + -block.raw_bytes % ALIGN_BYTES for block in self.blocks)
+
+    def extent(self) -> int:
+        """Bytes in the file, padding included, once all blocks are encoded."""
+        return sum(stored_bytes + -stored_bytes % ALIGN_BYTES for stored_bytes, _, _ in self.stored)
+
+
+class Places:
+    """Gives batches their places in a file, back to back in the order of their indices, whatever the order in which they become ready.
+
+    Args:
+        position: where the first one begins, in bytes.
+
+    Thread-safety: any thread may announce.
+    """
+
+    def __init__(self, position: int) -> None:
+        self._position = position
+        self._next = 0
+        self._lock = threading.Lock()
+        self._waiting: dict[int, tuple[Batch, int]] = {}
+
+    def announce(self, batch: Batch, num_bytes: int) -> list[Batch]:
+        """Say how long a batch is, once.
+
+        Returns:
+            Batches whose places are known by this: nobody else will be told of them.
+        """
+        placed = []
+        with self._lock:
+            self._waiting[batch.index] = (batch, num_bytes)
+            while (found := self._waiting.pop(self._next, None)) is not None:
+                found[0].position = self._position
+                self._position += found[1]
+                self._next += 1
+                placed.append(found[0])
+        return placed
+
+    def clear(self) -> None:
+        """Forget what still waits."""
+        with self._lock:
+            self._waiting.clear()
+
+
+def write_raw(batch: Batch, file: WriteFile, places: Places) -> Batch:
+    """Write blocks as they are, at a place that is known. Runs in a worker.
+
+    Bytes pass through the cache once: each piece is digested right after it was copied to the file.
+    """
+    assert batch.position is not None, "raw batches are announced in order"
+    out = _PieceWriter(file, batch.position)
+    for block in batch.blocks:
+        raw = block.load().cast("B")
+        batch.stored.append((len(raw), RAW, out.write(raw)))
+    out.flush()
+    return batch
+
+
+class _PieceWriter:
+    """Writes blocks back to back in calls of about one piece, and digests them."""
+
+    def __init__(self, file: WriteFile, position: int) -> None:
+        self._file = file
+        self._position = position
+        self._parts: list[Buffer] = []
+        self._num_bytes = 0
+
+    def write(self, raw: memoryview) -> int:
+        """Takes a block; returns its digest."""
+        if len(raw) <= _PIECE_BYTES:
+            self._add(raw)
+            digest = block_digest(raw)
+        else:
+            state = BlockDigest()
+            for start in range(0, len(raw), _PIECE_BYTES):
+                piece = raw[start : start + _PIECE_BYTES]
+                self._add(piece)
+                state.update(piece)
+            digest = state.value()
+        if padding := -len(raw) % ALIGN_BYTES:
+            self._add(_ZEROS[:padding])
+        return digest
+
+    def _add(self, piece: memoryview) -> None:
+        self._parts.append(piece)
+        self._num_bytes += len(piece)
+        if self._num_bytes >= _PIECE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._parts:
+            self._file.write_at(self._position, self._parts)
+            self._position += self._num_bytes
+            self._parts.clear()
+            self._num_bytes = 0
+
+
+def write_encoded(batch: Batch, file: WriteFile, places: Places, options: PipelineOptions, pool: WorkerPool) -> Batch:
+    """Encode blocks, and write all batches whose places are known by that. Runs in a worker.
+
+    The scratch is leased until the batch is written, so that encoded bytes need not be copied out of it.
+    """
+    scratch = batch.scratch = pool.lease_scratch()
+    kept = 0
+    for index, block in enumerate(batch.blocks):
+        encoded = encode_block(block.load(), block.dtype, options.codec, options.level, scratch)
+        batch.stored.append((encoded.stored_bytes, encoded.codec, block_digest(*encoded.parts)))
+        parts = encoded.parts
+        if encoded.codec != RAW and index + 1 < len(batch.blocks):
+            # The next block needs the scratch for itself.
+            parts, kept = _kept(encoded, scratch, kept, batch)
+        batch.parts += parts
+        if padding := -encoded.stored_bytes % ALIGN_BYTES:
+            batch.parts.append(_ZEROS[:padding])
+    for placed in places.announce(batch, batch.extent()):
+        assert placed.position is not None
+        file.write_at(placed.position, placed.parts)
+        placed.parts.clear()
+    return batch
+
+
+def _kept(encoded: EncodedBlock, scratch: Scratch, start: int, batch: Batch) -> tuple[tuple[memoryview, ...], int]:
+    """The parts of a block, with those that lie in buffers of the codec moved to one that is reused only after the batch is written."""
+    buffer = scratch.buffer("kept", sum(block.raw_bytes for block in batch.blocks))
+    parts = []
+    for part in encoded.parts:
+        if isinstance(part.obj, bytes):
+            parts.append(part)
+            continue
+        stop = start + len(part)
+        np.copyto(buffer[start:stop], np.frombuffer(part, np.uint8))
+        parts.append(buffer[start:stop].data)
+        start = stop
+    return tuple(parts), start
