@@ -27,6 +27,8 @@ _Bytes = npt.NDArray[np.uint8]
 
 _SAMPLES = 8
 _SAMPLE_ELEMENTS = 2048
+# One sample for so many elements. Below two samples a block is coded without: they would cost as much as they can save.
+_ELEMENTS_PER_SAMPLE = 16 << 10
 # Bits are moved piece by piece, so that all passes over a piece find it in the cache.
 _PIECE_ELEMENTS = 64 << 10
 
@@ -64,13 +66,13 @@ def encode(raw: memoryview, dtype: DtypeInfo, level: int, scratch: Scratch) -> t
 def _promising_planes(elements: _Bytes, num_planes: int, level: int, scratch: Scratch) -> list[bool]:
     """Which planes look compressible, from samples: splitting and coding noise in full would cost more than it can win."""
     num_elements = len(elements)
-    if num_elements > 2 * _SAMPLES * _SAMPLE_ELEMENTS:
-        step = (num_elements - _SAMPLE_ELEMENTS) // (_SAMPLES - 1)
-        sample = scratch.buffer("sample", _SAMPLES * _SAMPLE_ELEMENTS * num_planes).reshape(-1, num_planes)
-        for index in range(_SAMPLES):
-            sample[index * _SAMPLE_ELEMENTS : (index + 1) * _SAMPLE_ELEMENTS] = elements[index * step : index * step + _SAMPLE_ELEMENTS]
-    else:
-        sample = elements
+    num_samples = min(_SAMPLES, num_elements // _ELEMENTS_PER_SAMPLE)
+    if num_samples < 2:
+        return [True] * num_planes
+    step = (num_elements - _SAMPLE_ELEMENTS) // (num_samples - 1)
+    sample = scratch.buffer("sample", num_samples * _SAMPLE_ELEMENTS * num_planes).reshape(-1, num_planes)
+    for index in range(num_samples):
+        sample[index * _SAMPLE_ELEMENTS : (index + 1) * _SAMPLE_ELEMENTS] = elements[index * step : index * step + _SAMPLE_ELEMENTS]
     planes = _split(sample, scratch, "sample planes")
     compressor = scratch.exponent_compressor(level)
     return [len(compressor.compress(memoryview(plane))) < WORTH_IT * plane.nbytes for plane in planes]
