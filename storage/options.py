@@ -28,7 +28,13 @@ def default_threads() -> int:
 
 
 def pipeline_options(
-    *, threads: int | None, bytes_in_flight: int, codec: str = "auto", level: int = 1, verify: bool = True
+    *,
+    threads: int | None,
+    bytes_in_flight: int,
+    codec: str = "auto",
+    level: int = 1,
+    verify: bool = True,
+    size_target: float | None = None,
 ) -> PipelineOptions:
     """Validated options.
 
@@ -38,6 +44,7 @@ def pipeline_options(
         codec: one of :data:`dcp_engine.storage.codecs.CHOICES`.
         level: zstd level, 1 to 22.
         verify: check block digests on read.
+        size_target: share of the raw bytes, from 0 to 1, that "auto" compresses for even where that takes longer.
 
     Raises:
         InvalidOptionError: naming the option, what it was and what is valid.
@@ -64,4 +71,15 @@ def pipeline_options(
         raise InvalidOptionError("level is out of range", expected="an int from 1 to 22", found=repr(level))
     if not isinstance(verify, bool):
         raise InvalidOptionError("verify is not a bool", expected="True or False", found=repr(verify))
-    return PipelineOptions(threads=threads, bytes_in_flight=bytes_in_flight, codec=codec, level=level, verify=verify)
+    if size_target is not None:
+        if isinstance(size_target, bool) or not isinstance(size_target, (int, float)) or not 0 <= size_target <= 1:
+            raise InvalidOptionError("size_target is no share", expected="None or a number from 0 to 1", found=repr(size_target))
+        if codec != "auto":
+            raise InvalidOptionError(
+                "size_target leaves the choice to the writer, and codec takes it away",
+                expected='size_target with codec="auto"',
+                found=f"codec={codec!r}",
+            )
+    return PipelineOptions(
+        threads=threads, bytes_in_flight=bytes_in_flight, codec=codec, level=level, verify=verify, size_target=size_target
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,6 +75,8 @@ class PipelineOptions:
         codec: "raw", "zstd", "planes" or "auto" (writing only).
         level: zstd level (writing only).
         verify: check block digests (reading only). Sizes, structure and padding are always checked.
+        size_target: share of its raw bytes that a file may have before "auto" compresses whatever it takes; ``None``: no matter (writing
+            only).
     """
 
     threads: int
@@ -82,6 +84,7 @@ class PipelineOptions:
     codec: str
     level: int
     verify: bool
+    size_target: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ class ShardReceipt:
         footer_sha256: SHA-256 of the footer body as stored.
         raw_bytes: bytes of all chunks before encoding.
         stored_bytes: bytes of all blocks after encoding, without padding.
+        raw_bytes_by_codec: name of a codec that blocks were stored with -> their bytes before encoding.
     """
 
     name: str
@@ -109,3 +113,4 @@ class ShardReceipt:
     footer_sha256: bytes
     raw_bytes: int
     stored_bytes: int
+    raw_bytes_by_codec: dict[str, int] = field(default_factory=dict)

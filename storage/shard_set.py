@@ -69,7 +69,8 @@ def write_shards(
     """Write and commit this rank's files.
 
     Components come one after the other, the stripes of each at once. Raw bytes are moved by as many threads as there are stripes, each with
-    a file of its own: two that write to one file take turns in the kernel. Compression is worth sharing, and goes into one file.
+    a file of its own: two that write to one file take turns in the kernel. So with "auto", which may leave them raw. Compression, where it
+    is asked for, goes into one file, whose blocks are encoded by all.
 
     Args:
         directory: of the attempt.
@@ -92,7 +93,7 @@ def write_shards(
         for component, sources in sorted(by_component.items()):
             if not any(source.nbytes for source in sources):
                 continue  # tensors without elements are in the manifest alone: no load would check a file without blocks
-            stripes = stripes_of(component, sources, options.threads if options.codec == "raw" else 1)
+            stripes = stripes_of(component, sources, options.threads if options.codec in ("raw", "auto") else 1)
             shares = replace(options, threads=-(-options.threads // len(stripes)), bytes_in_flight=_share(options, len(stripes)))
             tasks = [partial(_write_file, directory, name, stripe, writer, shares) for name, stripe in stripes.items()]
             for receipt, file in _at_once(tasks):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dcp_engine.storage.codec_gauge import Work
 from dcp_engine.storage.codecs import RAW, EncodedBlock, Scratch, encode_block
 from dcp_engine.storage.digest import BlockDigest, block_digest
 from dcp_engine.storage.limits import ALIGN_BYTES
@@ -35,6 +37,8 @@ class Batch:
         position: where it begins in the file, in bytes; ``None`` until the lengths of all before it are known.
         stored: of each block that is done: stored bytes, codec, digest.
         parts: encoded bytes and padding, as long as they wait for their place.
+        compress: encode the blocks with the codec that was asked for; else they are stored raw.
+        work: what its task did, for whoever measures.
         scratch: holds some of the parts, and goes back to the pool once they are written.
     """
 
@@ -43,6 +47,8 @@ class Batch:
     position: int | None = None
     stored: list[tuple[int, int, int]] = field(default_factory=list)
     parts: list[Buffer] = field(default_factory=list)
+    compress: bool = True
+    work: Work = field(default_factory=Work)
     scratch: Scratch | None = None
 
     def raw_extent(self) -> int:
@@ -152,7 +158,13 @@ def write_encoded(batch: Batch, file: WriteFile, places: Places, options: Pipeli
     scratch = batch.scratch = pool.lease_scratch()
     kept = 0
     for index, block in enumerate(batch.blocks):
-        encoded = encode_block(block.load(), block.dtype, options.codec, options.level, scratch)
+        raw = block.load()
+        begin = time.perf_counter()
+        encoded = encode_block(raw, block.dtype, options.codec if batch.compress else "raw", options.level, scratch)
+        if batch.compress:
+            batch.work.encode_secs += time.perf_counter() - begin
+            batch.work.raw_bytes += block.raw_bytes
+            batch.work.stored_bytes += encoded.stored_bytes
         batch.stored.append((encoded.stored_bytes, encoded.codec, block_digest(*encoded.parts)))
         parts = encoded.parts
         if encoded.codec != RAW and index + 1 < len(batch.blocks):
@@ -163,7 +175,10 @@ def write_encoded(batch: Batch, file: WriteFile, places: Places, options: Pipeli
             batch.parts.append(_ZEROS[:padding])
     for placed in places.announce(batch, batch.extent()):
         assert placed.position is not None
+        begin = time.perf_counter()
         file.write_at(placed.position, placed.parts)
+        batch.work.write_secs += time.perf_counter() - begin
+        batch.work.written_bytes += placed.extent()
         placed.parts.clear()
     return batch
 

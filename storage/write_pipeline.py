@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
+from dcp_engine.storage.codec_gauge import CodecGauge
+from dcp_engine.storage.codecs import NAMES
 from dcp_engine.storage.envelope import FOOTER_MAGIC, header_bytes, pack_record
 from dcp_engine.storage.footer import Footer, encode_footer
 from dcp_engine.storage.limits import BLOCK_BYTES, PACK_BYTES
@@ -63,8 +66,10 @@ def write_shard(
     """
     header = header_bytes(name, rank, nonce)
     file.write([header])
-    writer = _BlockWriter(file, len(header), options, pool)
-    writer.write_all(batches_of(blocks_of(sources), max(PACK_BYTES, min(BLOCK_BYTES, options.bytes_in_flight // 4))))
+    batches = batches_of(blocks_of(sources), max(PACK_BYTES, min(BLOCK_BYTES, options.bytes_in_flight // 4)))
+    with CodecGauge(file, len(header), pool.threads, options.size_target) if options.codec == "auto" else nullcontext() as gauge:
+        writer = _BlockWriter(file, len(header), options, pool, gauge)
+        writer.write_all(batches)
     for source in sources:
         if not source.nbytes:
             # It has no chunk, but whoever rebuilds a lost manifest from the footers must know that the entry exists.
@@ -82,17 +87,19 @@ def write_shard(
         footer_sha256=hashlib.sha256(body).digest(),
         raw_bytes=writer.raw_bytes,
         stored_bytes=writer.stored_bytes,
+        raw_bytes_by_codec=dict(writer.raw_bytes_by_codec),
     )
 
 
 class _BlockWriter:
     """Keeps the workers busy and the bytes in flight bounded, and records what was written, in order."""
 
-    def __init__(self, file: WriteFile, position: int, options: PipelineOptions, pool: WorkerPool) -> None:
+    def __init__(self, file: WriteFile, position: int, options: PipelineOptions, pool: WorkerPool, gauge: CodecGauge | None) -> None:
         self._file = file
         self._options = options
         self._pool = pool
         self._places = Places(position)
+        self._gauge = gauge
         # Enough to keep every worker busy while one of them writes what others have left to it.
         self._depth = 2 * pool.threads + 2
         self._bytes_in_flight = 0
@@ -100,6 +107,7 @@ class _BlockWriter:
         self.table = TableBuilder()
         self.raw_bytes = 0
         self.stored_bytes = 0
+        self.raw_bytes_by_codec: Counter[str] = Counter()
 
     def write_all(self, batches: Iterable[list[Block]]) -> None:
         try:
@@ -122,6 +130,8 @@ class _BlockWriter:
             # Its length is known now, so that those after it need not wait to hear where they begin.
             self._places.announce(batch, batch.raw_extent())
             return partial(write_raw, batch, self._file, self._places)
+        if self._gauge is not None:
+            batch.compress = self._gauge.compresses()
         return partial(write_encoded, batch, self._file, self._places, self._options, self._pool)
 
     def _has_room(self, cost: int) -> bool:
@@ -139,9 +149,15 @@ class _BlockWriter:
                 offset += source.nbytes
             self.raw_bytes += block.raw_bytes
             self.stored_bytes += stored_bytes
+            self.raw_bytes_by_codec[NAMES[codec]] += block.raw_bytes
             self._bytes_in_flight -= self._refund(block)
             if block.shared is not None and block.is_last:
                 block.shared.drop()
+        if self._gauge is not None:
+            assert batch.position is not None
+            raw_bytes = sum(block.raw_bytes for block in batch.blocks)
+            stored_bytes = sum(stored_bytes for stored_bytes, _, _ in batch.stored)
+            self._gauge.add(batch.work, raw_bytes, stored_bytes, batch.position + batch.extent())
         if batch.scratch is not None:
             self._pool.return_scratch(batch.scratch)
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -79,8 +80,11 @@ class ShardWriter(StorageWriter):
     Args:
         path: directory or URL of the checkpoint, for instance ``runs/7/step-00000100`` or ``s3://bucket/run/step-00000100``. ``None``: it
             must come as ``checkpoint_id`` of ``dcp.save``.
-        codec: ``"auto"`` (byte planes and zstd for floats, zstd for the rest, raw where neither pays), ``"planes"``, ``"zstd"`` or
-            ``"raw"``.
+        codec: ``"planes"`` (byte planes and zstd for floats, zstd for the rest), ``"zstd"``, ``"raw"``, or ``"auto"``: planes as long as
+            that makes the save faster, by what it measures of the codec and the storage meanwhile, else raw. Where the speed of the storage
+            cannot be seen (object stores, systems other than Linux), ``"auto"`` compresses. What does not shrink is raw with any of them.
+        size_target: with ``"auto"``, a share of the raw bytes, from 0 to 1: it compresses, even if that takes longer, while what a file
+            holds so far is more than that. 0 asks for the smallest files; ``None``: time alone counts.
         level: zstd level, 1 to 22.
         threads: worker threads of this rank; ``None``: the CPUs it may use, shared among torchrun's local ranks, at most 8.
         bytes_in_flight: bytes that the pipeline may hold beyond the state itself; at least 4 MiB. A chunk that is not contiguous CPU memory
@@ -106,6 +110,7 @@ class ShardWriter(StorageWriter):
         *,
         codec: str = "auto",
         level: int = 1,
+        size_target: float | None = None,
         threads: int | None = None,
         bytes_in_flight: int = DEFAULT_BYTES_IN_FLIGHT,
         overwrite: bool = False,
@@ -117,7 +122,9 @@ class ShardWriter(StorageWriter):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self._options = pipeline_options(threads=threads, bytes_in_flight=bytes_in_flight, codec=codec, level=level)
+        self._options = pipeline_options(
+            threads=threads, bytes_in_flight=bytes_in_flight, codec=codec, level=level, size_target=size_target
+        )
         self._components = ComponentMap(components)
         if not isinstance(overwrite, bool):
             raise InvalidOptionError("overwrite is not a bool", expected="True or False", found=repr(overwrite)[:300])
@@ -344,7 +351,9 @@ class ShardWriter(StorageWriter):
             aliases=planner_data.ties if ours else {},
             planner_data=b"" if planner_data is None else encode_object(dict(planner_data) if ours else planner_data, key="planner_data"),
             skeleton=planner_data.skeleton if ours else b"",
-            metadata=encode_object({"user": self._user_metadata, "environment": _environment()}, key="metadata"),
+            metadata=encode_object(
+                {"user": self._user_metadata, "environment": _environment(), "raw_bytes_by_codec": _by_codec(receipts)}, key="metadata"
+            ),
             codec=self._options.codec,
         )
 
@@ -365,6 +374,14 @@ class ShardWriter(StorageWriter):
 def _environment() -> dict[str, str | None]:
     """The versions that a reader may want to compare; the fuller contract belongs to whoever knows the training job."""
     return {"python": platform.python_version(), "torch": str(torch.__version__), "cuda": torch.version.cuda}
+
+
+def _by_codec(receipts: list[ShardReceipt]) -> dict[str, int]:
+    """What the codecs that were chosen have stored, over all ranks."""
+    total: Counter[str] = Counter()
+    for receipt in receipts:
+        total.update(receipt.raw_bytes_by_codec)
+    return dict(sorted(total.items()))
 
 
 def _token_of(plan: SavePlan) -> str:

@@ -44,6 +44,13 @@ class WriteFile(Protocol):
         """Appends all bytes of all parts, in order. The parts may be reused when it returns."""
         ...
 
+    def settle(self, start: int, num_bytes: int) -> bool:
+        """Waits until bytes that were written have reached the storage, and says whether that could be seen.
+
+        A measurement: it promises nothing, and reports no error. May run beside ``write_at``.
+        """
+        ...
+
     def commit(self) -> None:
         """Makes the file durable and closes it. When it returns, the file survives the death of this process (the name of a local file
         survives a power cut once its directory is flushed, too: see ``Publisher.seal``).

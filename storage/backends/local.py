@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dcp_engine.errors import LimitExceededError, MissingFileError, StorageError, TruncatedFileError
 from dcp_engine.storage.backends.base import Buffer
 from dcp_engine.storage.backends.failures import storage_failure
-from dcp_engine.storage.backends.linux import start_writeback
+from dcp_engine.storage.backends.linux import await_writeback, start_writeback
 from dcp_engine.storage.backends.locations import check_name
 
 __all__ = [
@@ -179,6 +179,10 @@ class LocalWriteFile:
             self._fresh_bytes = 0
             start, stop = self._fresh_start, self._fresh_stop
         start_writeback(self._fd, start, stop - start)
+
+    def settle(self, start: int, num_bytes: int) -> bool:
+        """Waits for the write-back of a range."""
+        return not self._dead and await_writeback(self._fd, start, num_bytes)
 
     def commit(self) -> None:
         """Flushes once to the device and closes; an error of either makes the file dead."""

@@ -63,6 +63,9 @@ class MemoryFile:
             self.data.extend(bytes(max(0, position + len(data) - len(self.data))))
             self.data[position : position + len(data)] = data
 
+    def settle(self, start: int, num_bytes: int) -> bool:
+        return False
+
     def commit(self) -> None:
         pass
 
