@@ -42,7 +42,8 @@ def encode_block(raw_block: memoryview, dtype: DtypeInfo, codec: str, level: int
     Args:
         raw_block: contiguous bytes, at least one.
         dtype: element type of everything in the block.
-        codec: ``"raw"``, ``"zstd"``, ``"planes"`` or ``"auto"``. ``"planes"`` and ``"auto"`` use planes for floats and zstd for the rest.
+        codec: ``"raw"``, ``"zstd"``, ``"planes"`` or ``"auto"``. ``"planes"`` and ``"auto"`` use planes for floats and zstd for the rest
+            (whether a block is encoded at all, ``"auto"`` leaves to whoever calls).
         level: zstd level. Planes use the parameters tuned for exponents at level 1, and the level itself above.
         scratch: the calling thread's.
 
