@@ -14,6 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_engine import ShardReader, ShardWriter
 from dcp_engine.errors import InvalidOptionError, StorageError, UnsupportedModeError, UsageError
+from dcp_engine.objects import decode_object
+from dcp_engine.storage.manifest import Manifest
+from dcp_engine.storage.publish import open_checkpoint
 from dcp_engine.types import EngineMetadata
 
 
@@ -70,3 +73,11 @@ def test_a_finish_without_a_save_is_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="coordinator"):
         writer.finish(Metadata({}), [[]])
     assert not list(tmp_path.iterdir())
+
+
+def test_the_manifest_says_which_codecs_were_chosen(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.randn(100_000), "n": torch.arange(50_000)}}
+    save(state, tmp_path / "c", codec="planes")
+    manifest = open_checkpoint(str(tmp_path / "c")).manifest_bytes
+    kept: Any = decode_object(Manifest.decode(manifest).metadata, key="metadata")
+    assert kept["raw_bytes_by_codec"] == {"planes": 400_000, "zstd": 400_000}
