@@ -179,7 +179,7 @@ def collapse_containers(
     """
     containers: dict[str, list[str]] = {}
     for key in leaves:
-        if key not in catalogue.entries and selection(key):
+        if key not in catalogue.names and selection(key):
             for prefix in dotted_prefixes(key):
                 if prefix in catalogue.entries and prefix not in leaves:
                     containers.setdefault(prefix, [])

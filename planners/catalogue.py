@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from dcp_engine.errors import CorruptCheckpointError, KeyMismatchError
 from dcp_engine.planners.rename import rename_all
 from dcp_engine.planners.selection import Selection
+from dcp_engine.stored_tensors import stored_tensors_of
 from dcp_engine.types import PlannerData
 
 __all__ = ["Catalogue", "Entry", "read_catalogue"]
@@ -44,8 +46,13 @@ class Catalogue:
     entries: Mapping[str, Entry]
     digest: bytes
 
+    @property
+    def names(self) -> Collection[str]:
+        """The names alone, in a dict: asked for every key of a state, a mapping written in Python takes several times as long."""
+        return self.entries.keys_of if isinstance(self.entries, _Entries) else self.entries
+
     def __contains__(self, name: object) -> bool:
-        return name in self.entries
+        return name in self.names
 
 
 def read_catalogue(metadata: Metadata, rename: Callable[[str], str] | None, selection: Selection) -> Catalogue:
@@ -58,8 +65,7 @@ def read_catalogue(metadata: Metadata, rename: Callable[[str], str] | None, sele
         Any error that the reader's own metadata raises when looked at, untouched.
     """
     recorded: Mapping[str, Any] = metadata.state_dict_metadata
-    planner_data = metadata.planner_data
-    ties = planner_data.ties if isinstance(planner_data, PlannerData) else {}
+    ties = _ties(metadata)
     names = rename_all([*recorded, *(alias for alias in ties if alias not in recorded)], rename)
     unmatched = selection.unmatched(names)
     if unmatched:
@@ -68,20 +74,48 @@ def read_catalogue(metadata: Metadata, rename: Callable[[str], str] | None, sele
             missing=unmatched,
             remedy="patterns are matched against the keys after rename",
         )
-    entries = {}
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(filter(selection, names)):
-        key = names[name]
-        owner = _owner(key, ties, recorded)
-        entries[name] = Entry(key, owner, recorded[owner])
-        digest.update(f"{name}\0{key}\0".encode(errors="surrogatepass"))
-    return Catalogue(entries, digest.digest())
+    chosen = sorted(names if selection.is_all else filter(selection, names))
+    keys = {name: names[name] for name in chosen}
+    loose = {key for key, owner in ties.items() if owner not in recorded}
+    for key in keys.values() if loose else ():
+        if key in loose:
+            raise CorruptCheckpointError(
+                "a key was saved as a tie to another one, which the checkpoint does not hold",
+                tensor=key,
+                expected=f"an entry for {ties[key]!r}",
+            )
+    digest = hashlib.blake2b("\0".join(itertools.chain(keys, keys.values())).encode(errors="surrogatepass"), digest_size=16)
+    return Catalogue(_Entries(keys, ties, recorded), digest.digest())
 
 
-def _owner(key: str, ties: Mapping[str, str], recorded: Mapping[str, Any]) -> str:
-    owner = ties.get(key, key)
-    if owner not in recorded:
-        raise CorruptCheckpointError(
-            "a key was saved as a tie to another one, which the checkpoint does not hold", tensor=key, expected=f"an entry for {owner!r}"
-        )
-    return owner
+def _ties(metadata: Metadata) -> Mapping[str, str]:
+    stored = stored_tensors_of(metadata)
+    if stored is not None:
+        return stored.ties  # without a look at planner_data, which is large and would be decoded
+    planner_data = metadata.planner_data
+    return planner_data.ties if isinstance(planner_data, PlannerData) else {}
+
+
+class _Entries(Mapping[str, Entry]):
+    """Name -> entry, made when it is asked for."""
+
+    __slots__ = ("_recorded", "_ties", "keys_of")
+
+    def __init__(self, keys: Mapping[str, str], ties: Mapping[str, str], recorded: Mapping[str, Any]) -> None:
+        self.keys_of = keys
+        self._ties = ties
+        self._recorded = recorded
+
+    def __len__(self) -> int:
+        return len(self.keys_of)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys_of
+
+    def __getitem__(self, name: str) -> Entry:
+        key = self.keys_of[name]
+        owner = self._ties.get(key, key)
+        return Entry(key, owner, self._recorded[owner])

@@ -8,8 +8,8 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -25,6 +25,8 @@ from dcp_engine.planners.garbage import without_gc
 from dcp_engine.planners.load_items import LeanLoadPlan, object_item, tensor_items, with_items
 from dcp_engine.planners.load_object import load_object
 from dcp_engine.planners.load_report import Cast, LoadReport
+from dcp_engine.planners.load_run import LoadRun
+from dcp_engine.planners.load_whole import overrides, take_whole
 from dcp_engine.planners.local_shards import LocalTensor, describe, is_tensor_like
 from dcp_engine.planners.materialise import Materialiser, is_meta
 from dcp_engine.planners.misfits import Misfit, check_dtype, check_kind, check_shape, raise_misfits
@@ -33,11 +35,15 @@ from dcp_engine.planners.selection import Selection
 from dcp_engine.planners.strictness import Strictness, Verdict, judge, listed, report_keys
 from dcp_engine.planners.ties import TieCheck, find_ties
 from dcp_engine.planners.tree import assign, flatten
+from dcp_engine.stored_tensors import StoredTensors, stored_tensors_of
 from dcp_engine.types import EngineMetadata
 
 __all__ = ["ReshardLoadPlanner"]
 
 logger = logging.getLogger(__name__)
+
+_CALLS_OF_PLANS = ("create_local_plan", "create_global_plan")
+_CALLS_OF_TENSORS = ("lookup_tensor", "transform_tensor", "resolve_tensor", "commit_tensor", "finish_plan")
 
 
 class ReshardLoadPlanner(DefaultLoadPlanner):
@@ -105,7 +111,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         self._builds = build_from_metadata
         self._device = device
         self._lock = threading.Lock()
-        self._load = _Load()
+        self._load = LoadRun()
 
     @property
     def report(self) -> LoadReport:
@@ -138,7 +144,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             InvalidOptionError: the state to build is not empty.
             DuplicateKeyError: two paths of the state have one key.
         """
-        self._load = _Load()
+        self._load = LoadRun()
         self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
@@ -206,6 +212,8 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         )
         # Readers fill the memory itself, past torch: without this, autograd and whoever caches by version would not know of it.
         increment_version([shard.tensor for target in load.targets.values() for shard in target.shards])
+        if load.whole is not None:
+            increment_version(load.whole.reads.tensors)
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -225,7 +233,7 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """This rank's whole box at ``index.offset``, detached, sharing the state's memory."""
-        target = self._load.targets.get(index.fqn)
+        target = self._load.target(index.fqn)
         if target is None:
             return super().lookup_tensor(index)
         offset = (0,) * len(target.global_shape) if index.offset is None else index.offset
@@ -277,23 +285,36 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
         return read_catalogue(self._metadata(), self._rename, self._selection)
 
     def _local_plan(self) -> LoadPlan:
-        load = self._load = _Load()
+        load = self._load = LoadRun()
         load.catalogue = catalogue = self._catalogue()
         collapse_containers(self.original_state_dict, self.state_dict, self.mappings, catalogue, self._selection)
-        wanted = [key for key in self.state_dict if self._selection(key)]
-        present = [key for key in wanted if key in catalogue.entries]
-        absent = [key for key in wanted if key not in catalogue.entries]
-        self._materialise(present, absent)
-        raise_misfits(self._take_targets(present))
-        load.items = self._items(present, find_ties(load.targets.values()))
+        wanted = list(self.state_dict) if self._selection.is_all else [key for key in self.state_dict if self._selection(key)]
+        present = [key for key in wanted if key in catalogue.names]
+        absent = [key for key in wanted if key not in catalogue.names]
+        stored = self._columns()
+        load.whole, left = (None, present) if stored is None else take_whole(stored, self.state_dict, present)
+        self._materialise(left, absent)
+        raise_misfits(self._take_targets(left))
+        if load.whole is not None and (tied := load.whole.sharing(load.targets.values())):
+            load.whole = load.whole.without(tied)
+            raise_misfits(self._take_targets(tied))
+            left += tied
+        items = self._items(left, find_ties(load.targets.values()))
+        load.items = items if load.whole is None else load.whole.items(items, self._metadata().state_dict_metadata)
         load.loaded = tuple(present)
         report = report_keys(catalogue, set(present), self._missing(absent))
-        return LeanLoadPlan(load.items, planner_data=report) if self._may_be_lean() else LoadPlan(load.items, planner_data=report)
+        plan = LeanLoadPlan if self._may_be_lean() else LoadPlan
+        return plan(cast("list[ReadItem]", load.items), planner_data=report)
 
     def _may_be_lean(self) -> bool:
         """Whether nobody but us looks at items on their way: the reader is ours, and no subclass does more than we do."""
-        ours = ReshardLoadPlanner.create_local_plan, ReshardLoadPlanner.create_global_plan
-        return isinstance(self.metadata, EngineMetadata) and (type(self).create_local_plan, type(self).create_global_plan) == ours
+        return isinstance(self.metadata, EngineMetadata) and not overrides(self, ReshardLoadPlanner, _CALLS_OF_PLANS)
+
+    def _columns(self) -> StoredTensors | None:
+        """The checkpoint by columns, if no subclass or patch has a say in how a tensor is planned, looked up or filled."""
+        if self._rename is not None or not self._may_be_lean() or overrides(self, ReshardLoadPlanner, _CALLS_OF_TENSORS):
+            return None
+        return stored_tensors_of(self.metadata)
 
     def _materialise(self, present: Sequence[str], absent: Sequence[str]) -> None:
         """Memory for what will be loaded, and for absent keys tied to it; other meta tensors stay as they are."""
@@ -330,7 +351,6 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
 
     def _missing(self, absent: Sequence[str]) -> list[str]:
         """Absent keys, without those that are one tensor with a key that is loaded."""
-        targets = self._load.targets
         others: list[LocalTensor | None] = []
         for key in absent:
             value = self.state_dict[key]
@@ -339,8 +359,9 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
                     others.append(describe(key, value, loading=True))
         if not others:
             return list(absent)
-        ties = find_ties([*targets.values(), *filter(None, others)])
-        loaded = {ties.get(key, key) for key in targets}
+        targets = [*self._load.targets.values(), *self._load.whole_targets()]
+        ties = find_ties([*targets, *filter(None, others)])
+        loaded = {ties.get(target.key, target.key) for target in targets}
         return [key for key in absent if ties.get(key, key) not in loaded]
 
     def _items(self, present: Sequence[str], ties: Mapping[str, str]) -> list[ReadItem]:
@@ -368,25 +389,10 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
             items += some
             num_elements = sum(math.prod(shard.sizes) for shard in target.shards)
             load.num_tensor_bytes += num_elements * entry.stored.properties.dtype.itemsize
+        if load.whole is not None:
+            load.num_tensor_bytes += load.whole.num_bytes
         load.tie_check = TieCheck(apart, num_items)
         return items
-
-
-@dataclass(slots=True)
-class _Load:
-    """What one load knows, from plan to last commit."""
-
-    catalogue: Catalogue | None = None
-    targets: dict[str, LocalTensor] = field(default_factory=dict)
-    """Tensors of which this rank holds a part."""
-    casts: dict[str, Cast] = field(default_factory=dict)
-    tie_check: TieCheck = field(default_factory=lambda: TieCheck({}, {}))
-    items: list[ReadItem] = field(default_factory=list)
-    loaded: tuple[str, ...] = ()
-    num_tensor_bytes: int = 0
-    staged: dict[object, torch.Tensor] = field(default_factory=dict)
-    """Read -> memory of the state, where the reader fills a temporary instead."""
-    report: LoadReport | None = None
 
 
 def _identity(read_item: ReadItem) -> object:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -180,4 +180,4 @@ def with_items(plan: LoadPlan, items: Sequence[ReadItem]) -> LoadPlan:
             found=plan.num_left + len(plan.items),
             remedy="change items in finish_plan",
         )
-    return replace(plan, items=list(items), num_left=0)
+    return replace(plan, items=cast("list[ReadItem]", items), num_left=0)

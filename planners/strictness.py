@@ -89,7 +89,11 @@ class Verdict:
 
 def report_keys(catalogue: Catalogue, wanted: Collection[str], missing: Iterable[str]) -> KeyReport:
     """One rank's report. Pure."""
-    bits = np.fromiter((name in wanted for name in catalogue.entries), dtype=bool, count=len(catalogue.entries))
+    num_names = len(catalogue.entries)
+    if len(wanted) == num_names:  # wanted are names of the catalogue: all of them
+        bits = np.ones(num_names, dtype=bool)
+    else:
+        bits = np.fromiter((name in wanted for name in catalogue.entries), dtype=bool, count=num_names)
     return KeyReport(catalogue.digest, np.packbits(bits).tobytes(), tuple(missing))
 
 
@@ -117,10 +121,10 @@ def judge(catalogue: Catalogue, reports: Sequence[object], strictness: Strictnes
             raise RankDisagreementError("ranks see checkpoints with different keys", rank=rank, remedy="give all ranks the same path")
         wanted |= np.unpackbits(np.frombuffer(report.wanted, dtype=np.uint8), count=len(names)).astype(bool)
         missing.update(report.missing)
+    if not missing and wanted.all():
+        return Verdict((), ())
     there = [name for name, is_wanted in zip(names, wanted, strict=True) if is_wanted]
     unexpected = [name for name, is_wanted in zip(names, wanted, strict=True) if not is_wanted]
-    if not missing and not unexpected:
-        return Verdict((), ())
     verdict = Verdict(tuple(sorted(missing)), tuple(unexpected))
     slots = _OptimizerSlots((*names, *verdict.missing), strictness)
     half = _half_absent(there, verdict, slots)

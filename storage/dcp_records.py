@@ -1,29 +1,19 @@
-"""The translation between DCP's records and the format's: the only file that knows both.
+"""The translation between DCP's records and the format's. Only ``dcp_metadata``, which shows a manifest as DCP's, knows both, too.
 
 Saving: write items -> chunk sources; ``Metadata`` -> the chunks that all ranks must deliver, and the entries that have none.
-Loading: manifest -> ``Metadata``, read items -> read requests.
+Loading: read items -> read requests.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
-    LoadPlan,
     LoadPlanner,
     ReadItem,
     SavePlan,
@@ -33,34 +23,26 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from dcp_engine.components import ComponentMap
-from dcp_engine.errors import (
-    DcpEngineError,
-    KindMismatchError,
-    MalformedCheckpointError,
-    PlanError,
-    UnsupportedTensorError,
-    UntrustedDataError,
-)
-from dcp_engine.memory import memory_bytes
-from dcp_engine.objects import decode_object
+from dcp_engine.errors import KindMismatchError, PlanError, UnsupportedTensorError, UntrustedDataError
 from dcp_engine.plan_columns import PlanColumns, PlanItems
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.column_records import check_column_tensors, column_sources, empty_column_entries, is_delivered
+from dcp_engine.storage.dcp_metadata import ManifestIndex
 from dcp_engine.storage.limits import MAX_DIMS
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.planner_values import ObjectTarget, RowValues, TensorBytes, TensorTarget, object_bytes
+from dcp_engine.storage.read_packed import PackedReads
 from dcp_engine.storage.records import ChunkSource, ReadRequest
+from dcp_engine.stored_tensors import ColumnItems, StoredTensors
 from dcp_engine.types import EngineMetadata, PlannerData
 
 __all__ = [
-    "ChunkLocation",
-    "ManifestIndex",
     "check_delivered",
     "check_tensors",
     "empty_entries",
-    "metadata_of_manifest",
     "requests_of_plan",
     "sources_of_plan",
+    "split_items",
 ]
 
 _Box = tuple[str, tuple[int, ...] | None, tuple[int, ...] | None]
@@ -211,160 +193,24 @@ def _object_source(item: WriteItem, planner: SavePlanner) -> ChunkSource:
 # --------------------------------------------------------------------------------------------------------------- loading
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkLocation:
-    """Where one chunk lies.
+def split_items(items: Sequence[ReadItem], stored: StoredTensors, index: ManifestIndex) -> tuple[Sequence[ReadItem], PackedReads | None]:
+    """The items that are to be read one by one, and those that our planner gave as columns of this very checkpoint.
 
-    Attributes:
-        file: name of the shard file.
-        position: byte position of the chunk's first block in the file.
-        block_offset: where the chunk begins in that block's raw bytes, in bytes: not zero only where small tensors share a block.
-        num_blocks: consecutive blocks that hold the chunk.
-        nbytes: bytes of the chunk before encoding.
+    Args:
+        items: of the final local plan.
+        stored: what the planner was told of the checkpoint.
+        index: the checkpoint.
     """
-
-    file: str
-    position: int
-    block_offset: int
-    num_blocks: int
-    nbytes: int
+    if isinstance(items, ColumnItems) and items.whole.stored is stored:
+        return items.rest, PackedReads(index.manifest, items.whole)
+    return items, None
 
 
-@dataclass(slots=True)
-class ManifestIndex(Mapping[MetadataIndex, ChunkLocation]):
-    """``Metadata.storage_data`` of a checkpoint of ours: where each chunk lies, looked up in the manifest when asked.
-
-    Crosses ranks as the encoded manifest, a dozen bytes a block, instead of one object a chunk. Thread-safe: immutable but for caches.
-    """
-
-    manifest: Manifest
-    path: str
-    _by_offsets: dict[int, dict[tuple[int, ...], int]] = field(default_factory=dict, repr=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (ManifestIndex, (self.manifest, self.path))
-
-    def __len__(self) -> int:
-        return sum(len(self.manifest.chunks_of(self._entry(name))[2]) for name in self._names())
-
-    def __iter__(self) -> Iterator[MetadataIndex]:
-        for name in self._names():
-            entry = self._entry(name)
-            if self.manifest.entry(entry).dtype.is_object:
-                if len(self.manifest.chunks_of(entry)[2]):  # opaque bytes may be none at all
-                    yield MetadataIndex(name)
-                continue
-            for position, offsets in enumerate(self.manifest.chunks_of(entry)[0]):
-                yield MetadataIndex(name, offsets.tolist(), position)
-
-    def __getitem__(self, index: MetadataIndex) -> ChunkLocation:
-        entry = self.manifest.entry_id(index.fqn)
-        if entry is None:
-            raise KeyError(index)
-        chunk = self.find_chunk(entry, index)
-        if chunk is None:
-            raise KeyError(index)
-        view = self.manifest.chunk(chunk)
-        return ChunkLocation(
-            file=self.manifest.files[view.file].name,
-            position=int(self.manifest.block_position[view.first_block]),
-            block_offset=view.block_offset,
-            num_blocks=view.num_blocks,
-            nbytes=view.nbytes,
-        )
-
-    def find_chunk(self, entry: int, index: MetadataIndex) -> int | None:
-        """Manifest id of the chunk of ``entry`` that begins at ``index.offset``; ``index.index`` is a hint. ``None``: there is none."""
-        offsets, _, ids = self.manifest.chunks_of(entry)
-        if self.manifest.entry(entry).dtype.is_object:
-            return int(ids[0]) if len(ids) else None
-        wanted = tuple(index.offset) if index.offset is not None else (0,) * offsets.shape[1]
-        hint = index.index
-        if hint is not None and 0 <= hint < len(ids) and tuple(offsets[hint].tolist()) == wanted:
-            return int(ids[hint])
-        known = self._by_offsets.get(entry)
-        if known is None:
-            known = {tuple(row): int(chunk) for row, chunk in zip(offsets.tolist(), ids, strict=True)}
-            self._by_offsets[entry] = known
-        return known.get(wanted)
-
-    def _names(self) -> Iterator[str]:
-        yield from self.manifest.names
-        yield from self.manifest.aliases
-
-    def _entry(self, name: str) -> int:
-        entry = self.manifest.entry_id(name)
-        assert entry is not None
-        return entry
-
-
-def metadata_of_manifest(manifest: Manifest, *, path: str, manifest_sha256: str) -> EngineMetadata:
-    """DCP's view of a checkpoint. Chunks are listed in the manifest's order, so that an index hint of a read item is the position there.
-
-    Raises:
-        MalformedCheckpointError: the planner data or the metadata of the manifest cannot be decoded, or is of another kind.
-    """
-    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for name in (*manifest.names, *manifest.aliases):
-        entry = manifest.entry_id(name)
-        assert entry is not None
-        state[name] = _entry_metadata(manifest, entry)
-    planner_data = _decoded(manifest.planner_data, "planner_data", path) if manifest.planner_data else None
-    if manifest.skeleton:
-        if not isinstance(planner_data, dict) or not {tuple}.issuperset(map(type, planner_data.values())):
-            raise _malformed(path, "planner_data", "a dict of paths", planner_data)
-        planner_data = PlannerData(planner_data, skeleton=manifest.skeleton, ties=manifest.aliases)
-    metadata = _decoded(manifest.metadata, "metadata", path) if manifest.metadata else {}
-    if not isinstance(metadata, dict) or not isinstance(user_metadata := metadata.get("user", {}), dict):
-        raise _malformed(path, "metadata", "a dict, with a dict under 'user'", metadata)
-    return EngineMetadata(
-        state_dict_metadata=state,
-        planner_data=planner_data,
-        storage_data=ManifestIndex(manifest, path),
-        version=str(manifest.format_version),
-        step=manifest.step,
-        run_id=manifest.run_id or None,
-        saved_at=manifest.saved_at,
-        nonce=manifest.nonce,
-        manifest_sha256=manifest_sha256,
-        user_metadata=user_metadata,
-    )
-
-
-def _decoded(data: bytes, field: str, path: str) -> object:
-    try:
-        return decode_object(data, key=field, budget_bytes=memory_bytes())
-    except DcpEngineError as error:
-        error.path, error.file, error.tensor = path, "MANIFEST", None
-        raise
-
-
-def _malformed(path: str, field: str, expected: str, found: object) -> MalformedCheckpointError:
-    return MalformedCheckpointError(
-        f"the manifest's {field} is of another kind", path=path, file="MANIFEST", expected=expected, found=type(found).__name__
-    )
-
-
-def _entry_metadata(manifest: Manifest, entry: int) -> TensorStorageMetadata | BytesStorageMetadata:
-    view = manifest.entry(entry)
-    if view.dtype.torch_dtype is None:
-        return BytesStorageMetadata()
-    offsets, sizes, _ = manifest.chunks_of(entry)
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=view.dtype.torch_dtype),
-        size=torch.Size(view.shape),
-        chunks=[
-            ChunkStorageMetadata(offsets=torch.Size(begin), sizes=torch.Size(extent))
-            for begin, extent in zip(offsets.tolist(), sizes.tolist(), strict=True)
-        ],
-    )
-
-
-def requests_of_plan(plan: LoadPlan, planner: LoadPlanner, index: ManifestIndex, *, allow_opaque: bool) -> list[ReadRequest]:
+def requests_of_plan(items: Iterable[ReadItem], planner: LoadPlanner, index: ManifestIndex, *, allow_opaque: bool) -> list[ReadRequest]:
     """What a rank has to read.
 
     Args:
-        plan: the final local plan.
+        items: of the final local plan.
         planner: gives targets (``resolve_tensor``), takes results (``commit_tensor``, ``load_bytes``). It is called from worker threads,
             one call at a time, since a planner promises nothing about threads.
         index: the checkpoint.
@@ -375,7 +221,7 @@ def requests_of_plan(plan: LoadPlan, planner: LoadPlanner, index: ManifestIndex,
         UntrustedDataError: an item is opaque and ``allow_opaque`` is off.
     """
     lock = threading.Lock()
-    return [_request(item, planner, index, lock, allow_opaque=allow_opaque) for item in plan.items]
+    return [_request(item, planner, index, lock, allow_opaque=allow_opaque) for item in items]
 
 
 def _request(item: ReadItem, planner: LoadPlanner, index: ManifestIndex, lock: threading.Lock, *, allow_opaque: bool) -> ReadRequest:

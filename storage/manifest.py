@@ -143,7 +143,7 @@ class Manifest:
         check_fields(self)
         check_files(self)
         for alias, target in self.aliases.items():
-            if alias in self._ids or target not in self._ids:
+            if alias in self.ids or target not in self.ids:
                 raise MalformedCheckpointError(
                     "an alias of nothing, or of a name that is an entry itself", tensor=alias, found=repr(target)
                 )
@@ -254,12 +254,13 @@ class Manifest:
         return self.table.names
 
     @cached_property
-    def _ids(self) -> dict[str, int]:
+    def ids(self) -> dict[str, int]:
+        """Name -> id of the stored entries, without aliases."""
         return {name: index for index, name in enumerate(self.table.names)}
 
     def entry_id(self, name: str) -> int | None:
         """Id of the entry stored under a name or an alias; ``None`` if there is none."""
-        return self._ids.get(self.aliases.get(name, name))
+        return self.ids.get(self.aliases.get(name, name))
 
     def entry(self, entry: int) -> EntryView:
         """One entry by its id."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dcp_engine.storage.backends.base import ReadFile
     from dcp_engine.storage.dtypes import DtypeInfo
     from dcp_engine.storage.manifest import Manifest
+    from dcp_engine.storage.read_packed import PackedReads
 
 __all__ = ["read_chunks"]
 
@@ -36,6 +37,7 @@ def read_chunks(
     open_file: Callable[[str], ReadFile],
     requests: Sequence[ReadRequest],
     *,
+    packed: PackedReads | None = None,
     options: PipelineOptions,
     pool: WorkerPool,
     path: str | None,
@@ -49,6 +51,7 @@ def read_chunks(
         manifest: of the checkpoint.
         open_file: opens a shard file by name.
         requests: boxes within chunks; any number per chunk, in any order.
+        packed: small whole chunks beside them, which are neither opened nor committed.
         options: ``verify`` and ``bytes_in_flight`` are used.
         pool: does all the work; the calling thread waits.
         path: directory of the checkpoint, for messages.
@@ -63,10 +66,10 @@ def read_chunks(
     Thread-safety: several calls may share a pool.
     """
     span_bytes, num_workers = read_budget(options.bytes_in_flight, pool.threads)
-    plan = plan_reads(manifest, requests, span_bytes=span_bytes, path=path)
+    plan = plan_reads(manifest, requests, packed=packed, span_bytes=span_bytes, path=path)
     uses = Counter(span.file for span in plan.spans)
     with closing(ShardFiles(manifest, open_file, uses, path=path)) as files:
-        reader = _SpanReader(manifest, files, requests, plan.block_offsets, options, path)
+        reader = _SpanReader(manifest, files, requests, packed, plan.block_offsets, options, path)
         pool.for_each(plan.spans, reader.read, limit=num_workers)
     for request in plan.empty:
         request.commit()
@@ -109,6 +112,7 @@ class _SpanReader:
         manifest: Manifest,
         files: ShardFiles,
         requests: Sequence[ReadRequest],
+        packed: PackedReads | None,
         block_offsets: Sequence[int],
         options: PipelineOptions,
         path: str | None,
@@ -116,6 +120,7 @@ class _SpanReader:
         self._manifest = manifest
         self._files = files
         self._requests = requests
+        self._packed = packed
         self._block_offsets = block_offsets
         self._verify = options.verify
         self._path = path
@@ -138,7 +143,7 @@ class _SpanReader:
                         self._deliver(job, scratch)
                     self._finish(plan)
         except DcpEngineError as error:
-            _add_place(error, self._path, self._manifest.files[span.file].name, self._first_request(plan).name)
+            _add_place(error, self._path, self._manifest.files[span.file].name, self._first_name(plan))
             raise
         self._files.done(span.file)
 
@@ -153,7 +158,7 @@ class _SpanReader:
         for plan, codec, raw_bytes, stored_bytes, digest, extent in zip(
             span.blocks, *(column[blocks].tolist() for column in columns), strict=True
         ):
-            dtype = dtypes.of_code(int(table.entry_dtypes[table.chunk_entries[self._first_request(plan).chunk]]))
+            dtype = dtypes.of_code(int(table.entry_dtypes[table.chunk_entries[self._first_chunk(plan)]]))
             middle, end = begin + stored_bytes, begin + extent
             job = _Job(plan, dtype, codec, raw_bytes, digest, [buffer[begin:middle]], buffer[middle:end])
             begin = end
@@ -212,6 +217,8 @@ class _SpanReader:
             target = open_target(self._requests[index], carrier)
             first = self._block_offsets[index] // itemsize
             target[...] = elements[first : first + target.size].reshape(target.shape)
+        if self._packed is not None and len(job.plan.packed):
+            self._packed.fill(job.plan.packed, stored)
         for item in job.plan.wanted:
             first = item.block_offset // itemsize
             start, num_elements = _chunk_range(job, item)
@@ -232,12 +239,25 @@ class _SpanReader:
             for index in plan.whole:
                 self._requests[index].commit()
 
-    def _first_request(self, plan: BlockPlan) -> ReadRequest:
-        return plan.wanted[0].request if plan.wanted else self._requests[plan.whole[0]]
+    def _first_request(self, plan: BlockPlan) -> ReadRequest | None:
+        if plan.wanted:
+            return plan.wanted[0].request
+        return self._requests[plan.whole[0]] if plan.whole else None
+
+    def _first_chunk(self, plan: BlockPlan) -> int:
+        request = self._first_request(plan)
+        if request is not None:
+            return request.chunk
+        assert self._packed is not None
+        return int(self._packed.chunks[plan.packed[0]])
+
+    def _first_name(self, plan: BlockPlan) -> str:
+        request = self._first_request(plan)
+        return request.name if request is not None else self._manifest.names[self._manifest.table.chunk_entries[self._first_chunk(plan)]]
 
     def _describe(self, job: _Job, span: Span) -> str:
         first = int(np.searchsorted(self._manifest.block_file, span.file))
-        others = len(job.plan.whole) + len(job.plan.wanted) - 1
+        others = job.plan.num_reads - 1
         return f"block {job.plan.block - first}" + (f" (of this tensor and {others} more requests)" if others else "")
 
 
@@ -269,7 +289,7 @@ def _read_in_place(job: _Job) -> None:
 
 def _run_of(job: _Job) -> tuple[int, memoryview] | None:
     """Where in the block the run of its only request begins, in bytes, and the run's memory; ``None`` where there is no such thing."""
-    if job.plan.whole or len(job.plan.wanted) != 1:
+    if job.plan.num_reads != 1 or not job.plan.wanted:
         return None
     (item,) = job.plan.wanted
     start, num_elements = _chunk_range(job, item)

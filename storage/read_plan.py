@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,10 +19,12 @@ from dcp_engine.storage.records import ReadRequest
 
 if TYPE_CHECKING:
     from dcp_engine.storage.manifest import Manifest
+    from dcp_engine.storage.read_packed import PackedReads
 
 __all__ = ["BlockPlan", "ReadPlan", "Span", "plan_reads", "read_budget"]
 
 _MAX_SPAN_BYTES = 2 * BLOCK_BYTES
+_NO_ROWS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -34,11 +36,18 @@ class BlockPlan:
         whole: indices of requests for whole chunks that share this block with others: nothing but numbers is kept of each, since there
             may be tens of thousands, and an object for each would cost more time in the garbage collector than in reading.
         wanted: all other requests that touch it.
+        packed: rows of the packed reads that lie in it.
     """
 
     block: int
     whole: list[int]
     wanted: list[Wanted]
+    packed: NDArray[np.int64] = field(default_factory=lambda: _NO_ROWS)
+
+    @property
+    def num_reads(self) -> int:
+        """How many reads want something of it."""
+        return len(self.whole) + len(self.wanted) + len(self.packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +98,20 @@ def read_budget(bytes_in_flight: int, num_threads: int) -> tuple[int, int]:
     return span_bytes, max(1, min(num_threads, bytes_in_flight // (2 * span_bytes + 2 * BLOCK_BYTES)))
 
 
-def plan_reads(manifest: Manifest, requests: Sequence[ReadRequest], *, span_bytes: int, path: str | None) -> ReadPlan:
+def plan_reads(
+    manifest: Manifest,
+    requests: Sequence[ReadRequest],
+    *,
+    packed: PackedReads | None = None,
+    span_bytes: int,
+    path: str | None,
+) -> ReadPlan:
     """Plan the reads of a checkpoint.
 
     Args:
         manifest: of the checkpoint.
         requests: boxes within chunks; any number per chunk, in any order, overlapping or not.
+        packed: small whole chunks beside them.
         span_bytes: most bytes of one read (one block is always allowed).
         path: directory of the checkpoint, for messages.
 
@@ -107,12 +124,11 @@ def plan_reads(manifest: Manifest, requests: Sequence[ReadRequest], *, span_byte
     is_whole = _are_whole(manifest, requests, chunks)
     is_small = is_whole & (table.chunk_num_blocks[chunks] == 1)
     plans: dict[int, BlockPlan] = {}
+    for block, rows in _by_block(packed.blocks if packed is not None else _NO_ROWS):
+        plans[block] = BlockPlan(block, [], [], rows)
     small = np.flatnonzero(is_small)
-    small = small[np.argsort(firsts[small], kind="stable")]
-    borders = [0, *(np.flatnonzero(np.diff(firsts[small])) + 1).tolist(), len(small)]
-    for begin, end in itertools.pairwise(borders if len(small) else []):
-        block = int(firsts[small[begin]])
-        plans[block] = BlockPlan(block, small[begin:end].tolist(), [])
+    for block, rows in _by_block(firsts[small]):
+        plans.setdefault(block, BlockPlan(block, [], [])).whole = small[rows].tolist()
     empty: list[ReadRequest] = []
     for index in np.flatnonzero(~is_small).tolist():
         request = requests[index]
@@ -125,11 +141,20 @@ def plan_reads(manifest: Manifest, requests: Sequence[ReadRequest], *, span_byte
         for block in blocks:
             plans.setdefault(block, BlockPlan(block, [], [])).wanted.append(wanted)
     for plan in plans.values():
-        if len(plan.whole) == 1 and not plan.wanted:
+        if len(plan.whole) == plan.num_reads == 1:
             # Alone in its block, it may be read straight into its target.
             request = requests[plan.whole.pop()]
             plan.wanted.append(_wanted(manifest, request, request.sizes, is_whole=True)[0])
     return ReadPlan(_spans(manifest, plans, span_bytes), table.chunk_block_offset[chunks].tolist(), empty)
+
+
+def _by_block(blocks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Each block, and where in ``blocks`` it stands."""
+    order = np.argsort(blocks, kind="stable")
+    ordered = blocks[order]
+    borders = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(order)]
+    for begin, end in itertools.pairwise(borders if len(order) else []):
+        yield int(ordered[begin]), order[begin:end]
 
 
 def _are_whole(manifest: Manifest, requests: Sequence[ReadRequest], chunks: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -17,12 +17,12 @@ from torch.futures import Future
 from dcp_engine.errors import CorruptCheckpointError, DcpEngineError, InvalidOptionError, RankDisagreementError, StorageError
 from dcp_engine.storage import dcp_records
 from dcp_engine.storage.backends import is_supported_path, locate
+from dcp_engine.storage.dcp_metadata import ManifestIndex, ManifestMetadata, metadata_of_manifest
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
 from dcp_engine.storage.publish import OpenCheckpoint, attach_checkpoint, open_checkpoint, require_unchanged
 from dcp_engine.storage.read_pipeline import read_chunks
 from dcp_engine.storage.workers import WorkerPool
-from dcp_engine.types import EngineMetadata
 
 __all__ = ["ShardReader"]
 
@@ -87,7 +87,7 @@ class ShardReader(StorageReader):
         self._storage_options = dict(storage_options or {})
         self._path: str | None = None if path is None else locate(path).path
         self._rank: int | None = None
-        self._opened: tuple[OpenCheckpoint, EngineMetadata] | None = None
+        self._opened: tuple[OpenCheckpoint, ManifestMetadata] | None = None
         self._failure: DcpEngineError | None = None
 
     # -- DCP's calls ------------------------------------------------------------------------------------------------------
@@ -187,24 +187,27 @@ class ShardReader(StorageReader):
         # A process group cannot cross processes, and open files must not.
         return {**self.__dict__, "_process_group": None, "_opened": None}
 
-    def _metadata(self) -> EngineMetadata:
+    def _metadata(self) -> ManifestMetadata:
         if self._opened is None:
             self.read_metadata()
         assert self._opened is not None
         return self._opened[1]
 
-    def _read(self, plan: LoadPlan, planner: LoadPlanner, index: dcp_records.ManifestIndex) -> None:
+    def _read(self, plan: LoadPlan, planner: LoadPlanner, index: ManifestIndex) -> None:
         assert self._opened is not None
-        opened = self._opened[0]
-        requests = dcp_records.requests_of_plan(plan, planner, index, allow_opaque=self._allow_opaque)
+        opened, opened_metadata = self._opened
+        items, packed = dcp_records.split_items(plan.items, opened_metadata.stored_tensors, index)
+        requests = dcp_records.requests_of_plan(items, planner, index, allow_opaque=self._allow_opaque)
         try:
             with WorkerPool(self._options.threads) as pool:
-                read_chunks(index.manifest, opened.directory.open, requests, options=self._options, pool=pool, path=index.path)
+                read_chunks(
+                    index.manifest, opened.directory.open, requests, packed=packed, options=self._options, pool=pool, path=index.path
+                )
         except CorruptCheckpointError:
             require_unchanged(index.path, opened.marker, storage_options=self._storage_options)
             raise
 
-    def _open(self) -> tuple[OpenCheckpoint, EngineMetadata]:
+    def _open(self) -> tuple[OpenCheckpoint, ManifestMetadata]:
         if self._path is None:
             raise InvalidOptionError("no path to read from", remedy="pass ShardReader(path) or dcp.load(..., checkpoint_id=path)")
         if self._process_group is None:
@@ -213,7 +216,7 @@ class ShardReader(StorageReader):
             opened = self._open_together(self._path, self._process_group)
         manifest = Manifest.decode(opened.manifest_bytes, path=self._path)
         digest = hashlib.sha256(opened.manifest_bytes).hexdigest()
-        return opened, dcp_records.metadata_of_manifest(manifest, path=self._path, manifest_sha256=digest)
+        return opened, metadata_of_manifest(manifest, path=self._path, manifest_sha256=digest)
 
     def _open_together(self, path: str, group: dist.ProcessGroup) -> OpenCheckpoint:
         """The lowest rank of the group reads, all others take its word, or its error."""

@@ -33,6 +33,7 @@ from dcp_engine.errors import (
 from dcp_engine.objects import decode_object, encode_object
 from dcp_engine.storage import dcp_records
 from dcp_engine.storage.backends import is_supported_path, locate
+from dcp_engine.storage.dcp_metadata import ManifestIndex
 from dcp_engine.storage.limits import MAX_STEP, MAX_TEXT_BYTES
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
@@ -359,7 +360,7 @@ class ShardWriter(StorageWriter):
 
     def _fill(self, metadata: Metadata, manifest: Manifest, encoded: bytes) -> None:
         assert self._path is not None
-        metadata.storage_data = dcp_records.ManifestIndex(manifest, self._path)
+        metadata.storage_data = ManifestIndex(manifest, self._path)
         metadata.storage_meta = EngineStorageMeta(checkpoint_id=self._path, save_id=manifest.nonce)
         metadata.version = str(manifest.format_version)
         if isinstance(metadata, EngineMetadata):

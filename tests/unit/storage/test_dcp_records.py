@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_engine.errors import PlanError, UnsupportedTensorError
-from dcp_engine.storage.dcp_records import ManifestIndex, check_delivered, check_tensors, empty_entries
+from dcp_engine.storage.dcp_records import check_delivered, check_tensors, empty_entries
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.table import TableBuilder
 from dcp_engine.types import PlannerData
@@ -95,16 +95,3 @@ def test_tensors_that_cannot_be_stored_are_named_before_anything_is_written(bad:
     with pytest.raises(UnsupportedTensorError) as caught:
         check_tensors(SavePlan([item("good", dtype=torch.float32), bad]))
     assert (caught.value.tensor, caught.value.found) == ("bad", found)
-
-
-@pytest.mark.parametrize("code", [OBJECT, OPAQUE])
-def test_the_index_lists_what_can_be_looked_up(code: int) -> None:
-    index = ManifestIndex(manifest(code), "p")
-    assert list(index) == [MetadataIndex("w", [0], 0), MetadataIndex("w", [2], 1), MetadataIndex("o")]
-    assert len(index) == 3
-    assert [(index[key].position, index[key].block_offset, index[key].nbytes) for key in index] == [
-        (4096, 0, 8),
-        (4096, 8, 8),
-        (4160, 0, 5),
-    ]
-    assert MetadataIndex("nothing") not in index

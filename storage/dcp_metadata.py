@@ -1,0 +1,264 @@
+"""DCP's view of a checkpoint of ours, made of the manifest when somebody looks, entry by entry: a plan by columns looks at few."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_engine.errors import DcpEngineError, MalformedCheckpointError
+from dcp_engine.memory import memory_bytes
+from dcp_engine.objects import decode_object
+from dcp_engine.storage import dtypes
+from dcp_engine.storage.limits import PACK_BYTES
+from dcp_engine.storage.manifest import Manifest
+from dcp_engine.stored_tensors import StoredTensors
+from dcp_engine.types import EngineMetadata, PlannerData
+
+__all__ = ["ChunkLocation", "ManifestIndex", "ManifestMetadata", "metadata_of_manifest"]
+
+_EntryMetadata = TensorStorageMetadata | BytesStorageMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLocation:
+    """Where one chunk lies.
+
+    Attributes:
+        file: name of the shard file.
+        position: byte position of the chunk's first block in the file.
+        block_offset: where the chunk begins in that block's raw bytes, in bytes: not zero only where small tensors share a block.
+        num_blocks: consecutive blocks that hold the chunk.
+        nbytes: bytes of the chunk before encoding.
+    """
+
+    file: str
+    position: int
+    block_offset: int
+    num_blocks: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class ManifestIndex(Mapping[MetadataIndex, ChunkLocation]):
+    """``Metadata.storage_data`` of a checkpoint of ours: where each chunk lies, looked up in the manifest when asked.
+
+    Crosses ranks as the encoded manifest, a dozen bytes a block, instead of one object a chunk. Thread-safe: immutable but for caches.
+    """
+
+    manifest: Manifest
+    path: str
+    _by_offsets: dict[int, dict[tuple[int, ...], int]] = field(default_factory=dict, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (ManifestIndex, (self.manifest, self.path))
+
+    def __len__(self) -> int:
+        return sum(len(self.manifest.chunks_of(self._entry(name))[2]) for name in self._names())
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        for name in self._names():
+            entry = self._entry(name)
+            if self.manifest.entry(entry).dtype.is_object:
+                if len(self.manifest.chunks_of(entry)[2]):  # opaque bytes may be none at all
+                    yield MetadataIndex(name)
+                continue
+            for position, offsets in enumerate(self.manifest.chunks_of(entry)[0]):
+                yield MetadataIndex(name, offsets.tolist(), position)
+
+    def __getitem__(self, index: MetadataIndex) -> ChunkLocation:
+        entry = self.manifest.entry_id(index.fqn)
+        if entry is None:
+            raise KeyError(index)
+        chunk = self.find_chunk(entry, index)
+        if chunk is None:
+            raise KeyError(index)
+        view = self.manifest.chunk(chunk)
+        return ChunkLocation(
+            file=self.manifest.files[view.file].name,
+            position=int(self.manifest.block_position[view.first_block]),
+            block_offset=view.block_offset,
+            num_blocks=view.num_blocks,
+            nbytes=view.nbytes,
+        )
+
+    def find_chunk(self, entry: int, index: MetadataIndex) -> int | None:
+        """Manifest id of the chunk of ``entry`` that begins at ``index.offset``; ``index.index`` is a hint. ``None``: there is none."""
+        offsets, _, ids = self.manifest.chunks_of(entry)
+        if self.manifest.entry(entry).dtype.is_object:
+            return int(ids[0]) if len(ids) else None
+        wanted = tuple(index.offset) if index.offset is not None else (0,) * offsets.shape[1]
+        hint = index.index
+        if hint is not None and 0 <= hint < len(ids) and tuple(offsets[hint].tolist()) == wanted:
+            return int(ids[hint])
+        known = self._by_offsets.get(entry)
+        if known is None:
+            known = {tuple(row): int(chunk) for row, chunk in zip(offsets.tolist(), ids, strict=True)}
+            self._by_offsets[entry] = known
+        return known.get(wanted)
+
+    def _names(self) -> Iterator[str]:
+        yield from self.manifest.names
+        yield from self.manifest.aliases
+
+    def _entry(self, name: str) -> int:
+        entry = self.manifest.entry_id(name)
+        assert entry is not None
+        return entry
+
+
+class ManifestEntries(Mapping[str, _EntryMetadata]):
+    """``Metadata.state_dict_metadata``: each entry's record is made when it is asked for, and kept.
+
+    Chunks are listed in the manifest's order, so that an index hint of a read item is the position there. Crosses ranks as the encoded
+    manifest. Thread-safe.
+    """
+
+    __slots__ = ("_known", "_manifest")
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._known: dict[str, _EntryMetadata] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (ManifestEntries, (self._manifest,))
+
+    def __len__(self) -> int:
+        return len(self._manifest.names) + len(self._manifest.aliases)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._manifest.names
+        yield from self._manifest.aliases
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._manifest.entry_id(name) is not None
+
+    def __getitem__(self, name: str) -> _EntryMetadata:
+        known = self._known.get(name)
+        if known is None:
+            entry = self._manifest.entry_id(name)
+            if entry is None:
+                raise KeyError(name)
+            known = self._known.setdefault(name, _entry_metadata(self._manifest, entry))
+        return known
+
+    def __repr__(self) -> str:
+        return f"ManifestEntries({len(self)} entries)"
+
+
+def _entry_metadata(manifest: Manifest, entry: int) -> _EntryMetadata:
+    view = manifest.entry(entry)
+    if view.dtype.torch_dtype is None:
+        return BytesStorageMetadata()
+    offsets, sizes, _ = manifest.chunks_of(entry)
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=view.dtype.torch_dtype),
+        size=torch.Size(view.shape),
+        chunks=[
+            ChunkStorageMetadata(offsets=torch.Size(begin), sizes=torch.Size(extent))
+            for begin, extent in zip(offsets.tolist(), sizes.tolist(), strict=True)
+        ],
+    )
+
+
+class ManifestMetadata(EngineMetadata):
+    """Metadata of a manifest. ``planner_data`` is decoded when somebody looks: a load into a state of the caller's needs only the ties.
+
+    Its first look raises ``MalformedCheckpointError`` where it cannot be decoded, or is of another kind.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        if "planner_data" not in fields:
+            del self.__dict__["planner_data"]  # what __init__ put there would hide the descriptor
+
+    @cached_property
+    def planner_data(self) -> Any:
+        """As of :class:`EngineMetadata`."""
+        index = self.storage_data
+        assert isinstance(index, ManifestIndex)
+        return _planner_data(index.manifest, index.path)
+
+    @cached_property
+    def stored_tensors(self) -> StoredTensors:
+        """All entries, by columns: tells our planner that this reader takes reads by columns."""
+        index = self.storage_data
+        assert isinstance(index, ManifestIndex)
+        return _stored_tensors(index.manifest)
+
+
+def metadata_of_manifest(manifest: Manifest, *, path: str, manifest_sha256: str) -> ManifestMetadata:
+    """DCP's view of a checkpoint.
+
+    Raises:
+        MalformedCheckpointError: the metadata of the manifest cannot be decoded, or is of another kind.
+    """
+    metadata = _decoded(manifest.metadata, "metadata", path) if manifest.metadata else {}
+    if not isinstance(metadata, dict) or not isinstance(user_metadata := metadata.get("user", {}), dict):
+        raise _malformed(path, "metadata", "a dict, with a dict under 'user'", metadata)
+    return ManifestMetadata(
+        state_dict_metadata=ManifestEntries(manifest),
+        storage_data=ManifestIndex(manifest, path),
+        version=str(manifest.format_version),
+        step=manifest.step,
+        run_id=manifest.run_id or None,
+        saved_at=manifest.saved_at,
+        nonce=manifest.nonce,
+        manifest_sha256=manifest_sha256,
+        user_metadata=user_metadata,
+    )
+
+
+def _planner_data(manifest: Manifest, path: str) -> Any:
+    planner_data = _decoded(manifest.planner_data, "planner_data", path) if manifest.planner_data else None
+    if not manifest.skeleton:
+        return planner_data
+    if not isinstance(planner_data, dict) or not {tuple}.issuperset(map(type, planner_data.values())):
+        raise _malformed(path, "planner_data", "a dict of paths", planner_data)
+    return PlannerData(planner_data, skeleton=manifest.skeleton, ties=manifest.aliases)
+
+
+def _stored_tensors(manifest: Manifest) -> StoredTensors:
+    table = manifest.table
+    num_entries = len(table.names)
+    num_bytes = np.zeros(num_entries, dtype=np.int64)
+    num_bytes[table.chunk_entries] = table.chunk_bytes
+    codes = table.entry_dtypes.tolist()
+    by_code = {code: dtypes.of_code(code).torch_dtype for code in set(codes)}
+    is_tensor = np.array([by_code.get(code) is not None for code in range(256)])[table.entry_dtypes]
+    is_single = np.bincount(table.chunk_entries, minlength=num_entries) == 1
+    flat, starts = table.entry_shapes.tolist(), table.shape_starts.tolist()
+    return StoredTensors(
+        rows=manifest.ids,
+        dtypes=[by_code[code] for code in codes],
+        shapes=[tuple(flat[begin:end]) for begin, end in itertools.pairwise(starts)],
+        is_packed=(is_single & is_tensor & (num_bytes < PACK_BYTES)).tolist(),
+        num_bytes=num_bytes,
+        ties=manifest.aliases if manifest.skeleton else {},
+    )
+
+
+def _decoded(data: bytes, field: str, path: str) -> object:
+    try:
+        return decode_object(data, key=field, budget_bytes=memory_bytes())
+    except DcpEngineError as error:
+        error.path, error.file, error.tensor = path, "MANIFEST", None
+        raise
+
+
+def _malformed(path: str, field: str, expected: str, found: object) -> MalformedCheckpointError:
+    return MalformedCheckpointError(
+        f"the manifest's {field} is of another kind", path=path, file="MANIFEST", expected=expected, found=type(found).__name__
+    )
