@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp_engine.errors import InvalidOptionError, PlanError, UnsupportedTensorError, UsageError
+from dcp_engine.garbage import without_gc
 from dcp_engine.planners.build import build_state, collapse_containers
 from dcp_engine.planners.catalogue import Catalogue, read_catalogue
 from dcp_engine.planners.dtype_policy import DtypePolicy, check_policy, is_exact
-from dcp_engine.planners.garbage import without_gc
 from dcp_engine.planners.load_items import LeanLoadPlan, object_item, tensor_items, with_items
 from dcp_engine.planners.load_object import load_object
 from dcp_engine.planners.load_report import Cast, LoadReport

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from dcp_engine.errors import InvalidOptionError, PlanError
+from dcp_engine.garbage import without_gc
 from dcp_engine.objects import encode_object
 from dcp_engine.plan_columns import PlanItems
-from dcp_engine.planners.garbage import without_gc
 from dcp_engine.planners.local_shards import LocalShard
 from dcp_engine.planners.replicas import Choice, ReplicaPolicy
 from dcp_engine.planners.save_cache import GlobalPlanCache, KnownPlan, LocalPlanCache, ReusedPlan

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import (
 
 from dcp_engine.components import ComponentMap
 from dcp_engine.errors import KindMismatchError, PlanError, UnsupportedTensorError, UntrustedDataError
+from dcp_engine.garbage import without_gc
 from dcp_engine.plan_columns import PlanColumns, PlanItems
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.column_records import check_column_tensors, column_sources, empty_column_entries, is_delivered
@@ -148,11 +149,13 @@ def sources_of_plan(plan: SavePlan, planner: SavePlanner, components: ComponentM
         PlanError: an item carries no tensor data.
     """
     if isinstance(plan.items, PlanItems) and (columns := plan.items.columns()) is not None:
-        return column_sources(columns, RowValues(planner, columns), components)
+        with without_gc():
+            return column_sources(columns, RowValues(planner, columns), components)
     sources: dict[str, list[ChunkSource]] = {}
-    for item in plan.items:
-        source = _object_source(item, planner) if item.type is WriteItemType.BYTE_IO else _tensor_source(item, planner)
-        sources.setdefault(components.of(item.index.fqn), []).append(source)
+    with without_gc():
+        for item in plan.items:
+            source = _object_source(item, planner) if item.type is WriteItemType.BYTE_IO else _tensor_source(item, planner)
+            sources.setdefault(components.of(item.index.fqn), []).append(source)
     return sources
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from dcp_engine.storage.records import ChunkSource
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from dcp_engine.storage.backends.base import Buffer
     from dcp_engine.storage.dtypes import DtypeInfo
 
 __all__ = ["Block", "batches_of", "blocks_of"]
@@ -68,7 +69,8 @@ class Block:
             return self.shared.get()[self.start : self.start + self.raw_bytes]
         if len(self.sources) == 1:
             return _loaded(self.sources[0]).data
-        return memoryview(b"".join([_loaded(source).data for source in self.sources]))
+        # Arrays are buffers as they are; a memoryview of each would take longer than to join them.
+        return memoryview(b"".join(cast("Iterable[Buffer]", map(_loaded, self.sources))))
 
 
 def blocks_of(sources: Sequence[ChunkSource]) -> Iterator[Block]:

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
+from dcp_engine.garbage import without_gc
 from dcp_engine.storage.codec_gauge import CodecGauge
 from dcp_engine.storage.codecs import NAMES
 from dcp_engine.storage.envelope import FOOTER_MAGIC, header_bytes, pack_record
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from dcp_engine.storage.backends.base import WriteFile
 
 __all__ = ["write_shard"]
+
+_QUICK_BYTES = 64 * BLOCK_BYTES
 
 
 def write_shard(
@@ -69,7 +72,9 @@ def write_shard(
     batches = batches_of(blocks_of(sources), max(PACK_BYTES, min(BLOCK_BYTES, options.bytes_in_flight // 4)))
     with CodecGauge(file, len(header), pool.threads, options.size_target) if options.codec == "auto" else nullcontext() as gauge:
         writer = _BlockWriter(file, len(header), options, pool, gauge)
-        writer.write_all(batches)
+        # Records of many small chunks would set off collections of all that a process holds. A long write leaves the collector alone.
+        with without_gc() if sum(source.nbytes for source in sources) <= _QUICK_BYTES else nullcontext():
+            writer.write_all(batches)
     for source in sources:
         if not source.nbytes:
             # It has no chunk, but whoever rebuilds a lost manifest from the footers must know that the entry exists.

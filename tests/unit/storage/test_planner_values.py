@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -58,11 +59,40 @@ def test_a_tensor_becomes_its_row_major_bytes() -> None:
     assert bytes(resolved(whole[:, 0])) == bytes([1, 0, 2, 0, 3, 0])
 
 
-def test_contiguous_memory_is_not_copied() -> None:
-    tensor = torch.tensor([1, 2, 3], dtype=torch.int16)
-    view = resolved(tensor)
+def test_contiguous_memory_is_not_copied_where_it_is_more_than_a_few_bytes() -> None:
+    tensor = torch.zeros(8193, dtype=torch.int16)
+    planner: Any = Planner(tensor)
+    view = TensorBytes(planner, WRITE, (8193,), torch.int16)()
     tensor[1] = 7
-    assert bytes(view) == bytes([1, 0, 7, 0, 3, 0])
+    assert bytes(view[:4]) == bytes([0, 0, 7, 0])
+    assert view.nbytes == 16386
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.tensor([1, 2, 3], dtype=torch.int16), [1, 2, 3]),
+        (torch.nn.Parameter(torch.tensor([1, 2, 3], dtype=torch.int16), requires_grad=False), [1, 2, 3]),
+        (torch.arange(8, dtype=torch.int16)[1:4], [1, 2, 3]),
+        (torch.arange(8, dtype=torch.int16)[:6:2], [0, 2, 4]),
+        (torch.tensor([7], dtype=torch.int16).expand(3), [7, 7, 7]),
+    ],
+    ids=["plain", "parameter", "slice", "strided", "expanded"],
+)
+def test_few_bytes_are_those_of_the_values(value: torch.Tensor, expected: list[int]) -> None:
+    found = resolved(value)
+    assert (found.dtype, found.shape) == (np.uint8, (6,))
+    assert found.view(np.int16).tolist() == expected
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+def test_conjugate_and_negative_views_are_resolved_however_few_the_bytes(shape: tuple[int, ...]) -> None:
+    base = torch.full(shape, 1 + 2j, dtype=torch.complex64)
+    planner: Any = Planner(base.conj())
+    assert set(TensorBytes(planner, WRITE, shape, torch.complex64)().view(np.complex64).tolist()) == {1 - 2j}
+    planner = Planner(base.reshape(-1)[:1].conj().imag)
+    assert planner.value.is_neg()
+    assert TensorBytes(planner, WRITE, (1,), torch.float32)().view(np.float32).tolist() == [-2]
 
 
 @pytest.mark.parametrize(

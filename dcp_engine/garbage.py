@@ -1,4 +1,4 @@
-"""Planning without the garbage collector, which looks at every record that was ever made each time some more are: half of the time."""
+"""Planning without the garbage collector, which looks at every record that was ever made each time some more are: most of the time."""
 
 from __future__ import annotations
 
