@@ -153,7 +153,8 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
                 raise InvalidOptionError("build_from_metadata fills an empty dict", found=f"a state with {len(state_dict)} entries")
             self.state_dict, self.mappings = build_state(state_dict, self._metadata(), self._catalogue(), self._device, self._selection)
         else:
-            flat = flatten(state_dict)
+            with without_gc():
+                flat = flatten(state_dict)
             self.state_dict, self.mappings = dict(flat.leaves), dict(flat.paths)
 
     def create_local_plan(self) -> LoadPlan:
@@ -312,9 +313,8 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
 
     def _columns(self) -> StoredTensors | None:
         """The checkpoint by columns, if no subclass or patch has a say in how a tensor is planned, looked up or filled."""
-        if self._rename is not None or not self._may_be_lean() or overrides(self, ReshardLoadPlanner, _CALLS_OF_TENSORS):
-            return None
-        return stored_tensors_of(self.metadata)
+        ours = self._rename is None and self._may_be_lean() and not overrides(self, ReshardLoadPlanner, _CALLS_OF_TENSORS)
+        return stored_tensors_of(self.metadata) if ours else None
 
     def _materialise(self, present: Sequence[str], absent: Sequence[str]) -> None:
         """Memory for what will be loaded, and for absent keys tied to it; other meta tensors stay as they are."""
