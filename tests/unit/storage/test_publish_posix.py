@@ -476,13 +476,13 @@ def test_a_commit_that_fails_leaves_no_descriptor_open(target: Path, monkeypatch
     def fail(*_: object) -> NoReturn:
         raise OSError(errno.EIO, "injected")
 
-    before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
         with pytest.raises(StorageError) as caught:
             publisher.commit(ref, MANIFEST, reported)
     assert (caught.value.errno, caught.value.file) == (errno.EIO, "MANIFEST")
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert [path for path in opened if path.startswith(str(target.parent))] == []
     assert sorted(os.listdir(ref.attempt)) == sorted(FILES)
 
 

@@ -28,14 +28,14 @@ def test_a_flush_that_fails_ends_the_save_and_leaves_no_descriptor_open(tmp_path
             raise OSError(errno.EIO, "injected")
         fsync(fd)
 
-    before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail_for_files)
         error = refused(save, {"model": {"w": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}, tmp_path / "c")
     assert isinstance(error, StorageError)
     assert (error.errno, error.rank) == (errno.EIO, 0)
     assert error.file in ("model-00000.shard", "optimizer-00000.shard")
-    assert len(os.listdir("/proc/self/fd")) == before
+    opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert [path for path in opened if path.startswith(str(tmp_path))] == []
     assert not (tmp_path / "c").exists()
 
 
