@@ -27,6 +27,7 @@ from dcp_engine.storage.limits import (
     MAX_FILE_NAME_BYTES,
     MAX_MARKER_BYTES,
     MAX_RECORD_STORED_BYTES,
+    MAX_STRIPES,
     RECORD_BYTES,
     max_record_raw_bytes,
 )
@@ -58,38 +59,46 @@ MANIFEST_MAGIC: Final = b"DCPEMANI"
 
 _RECORD = struct.Struct("<8sIIQQ32s")
 _HEADER = struct.Struct("<8sII16sI")
-_SHARD_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}-([0-9]{5,7})\.shard", re.ASCII)
+_SHARD_NAME = re.compile(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,7})(?:\.([1-9][0-9]{0,2}))?\.shard", re.ASCII)
 _NONCE = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
-def shard_name(component: str, rank: int) -> str:
-    """Name of the file that holds a rank's part of a component.
+def shard_name(component: str, rank: int, stripe: int = 0) -> str:
+    """Name of a file that holds a rank's part of a component, or a stripe of it. It begins with the component and a hyphen.
 
     Raises:
-        MalformedCheckpointError: not a valid component name or rank.
+        MalformedCheckpointError: not a valid component name, rank or stripe.
     """
-    name = f"{component}-{rank:05d}.shard"
-    if split_shard_name(name) != (component, rank):
-        raise MalformedCheckpointError("invalid component or rank", expected="[a-z][a-z0-9_]{0,31} and 0 to 9999999", found=name, rank=rank)
+    name = f"{component}-{rank:05d}{f'.{stripe}' if stripe else ''}.shard"
+    if not is_shard_name(name) or split_shard_name(name) != (component, rank, stripe):
+        raise MalformedCheckpointError(
+            "invalid component, rank or stripe",
+            expected=f"[a-z][a-z0-9_]{{0,31}}, 0 to 9999999 and 0 to {MAX_STRIPES - 1}",
+            found=name,
+            rank=rank,
+        )
     return name
 
 
-def split_shard_name(name: str) -> tuple[str, int]:
-    """Component and rank of a shard file's name. Only one spelling exists of each.
+def split_shard_name(name: str) -> tuple[str, int, int]:
+    """Component, rank and stripe of a shard file's name. Only one spelling exists of each.
 
     Raises:
         MalformedCheckpointError: not the name of a shard file.
     """
     if not is_shard_name(name):
-        raise MalformedCheckpointError("not the name of a shard file", expected="<component>-<rank>.shard", found=repr(name[:300]))
-    component, _, rank = name.removesuffix(".shard").rpartition("-")
-    return component, int(rank)
+        raise MalformedCheckpointError(
+            "not the name of a shard file", expected="<component>-<rank>[.<stripe>].shard", found=repr(name[:300])
+        )
+    match = _SHARD_NAME.fullmatch(name)
+    assert match is not None
+    return match[1], int(match[2]), int(match[3] or 0)
 
 
 def is_shard_name(name: str) -> bool:
     """Whether a name is one that shard files have."""
     match = _SHARD_NAME.fullmatch(name)
-    return match is not None and f"{int(match[1]):05d}" == match[1]
+    return match is not None and f"{int(match[2]):05d}" == match[2]
 
 
 def is_nonce(text: str) -> bool:

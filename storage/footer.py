@@ -13,7 +13,7 @@ from dcp_engine.storage.shard_table import TABLE_FIELDS, ShardTable
 
 __all__ = ["Footer", "decode_footer", "encode_footer"]
 
-_FIELDS: dict[str, type] = {"nonce": bytes, "component": str, "rank": int, "world_size": int, **TABLE_FIELDS}
+_FIELDS: dict[str, type] = {"nonce": bytes, "component": str, "rank": int, "stripe": int, "world_size": int, **TABLE_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class Footer:
         rank: of the writer.
         world_size: number of ranks that wrote the checkpoint.
         table: of this file alone.
+        stripe: which of the files that the writer gave the component, from 0 on.
     """
 
     nonce: str
@@ -33,11 +34,12 @@ class Footer:
     rank: int
     world_size: int
     table: ShardTable
+    stripe: int = 0
 
     @property
     def name(self) -> str:
         """Name of the file."""
-        return shard_name(self.component, self.rank)
+        return shard_name(self.component, self.rank, self.stripe)
 
 
 def encode_footer(footer: Footer) -> bytes:
@@ -47,6 +49,7 @@ def encode_footer(footer: Footer) -> bytes:
             "nonce": nonce_bytes(footer.nonce),
             "component": footer.component,
             "rank": footer.rank,
+            "stripe": footer.stripe,
             "world_size": footer.world_size,
             **footer.table.to_document(),
         }
@@ -60,7 +63,9 @@ def decode_footer(body: bytes) -> Footer:
         MalformedCheckpointError: it breaks a rule of the format. LimitExceededError: too many or too large.
     """
     document = columns.unpack_document(body, _FIELDS, what="footer")
-    component, rank, world_size = cast("tuple[str, int, int]", (document["component"], document["rank"], document["world_size"]))
+    component, rank, stripe, world_size = cast(
+        "tuple[str, int, int, int]", tuple(document[field] for field in ("component", "rank", "stripe", "world_size"))
+    )
     nonce = cast("bytes", document["nonce"])
     if len(nonce) != 16 or not 0 <= rank < world_size <= MAX_WORLD_SIZE:
         raise MalformedCheckpointError(
@@ -68,5 +73,5 @@ def decode_footer(body: bytes) -> Footer:
             expected=f"16 bytes, rank below a world size of at most {MAX_WORLD_SIZE}",
             found=f"{len(nonce)} bytes, rank {rank} of {world_size}",
         )
-    shard_name(component, rank)
-    return Footer(nonce.hex(), component, rank, world_size, ShardTable.from_document(document))
+    shard_name(component, rank, stripe)
+    return Footer(nonce.hex(), component, rank, world_size, ShardTable.from_document(document), stripe)

@@ -32,6 +32,8 @@ MAX_ELEMENTS: Final = 1 << 56
 MAX_STEP: Final = (1 << 63) - 1
 MAX_WORLD_SIZE: Final = 1 << 20
 MAX_FILES: Final = 1 << 20
+MAX_STRIPES: Final = 1000
+"""Files of one rank and component."""
 MAX_ENTRIES: Final = 1 << 22
 MAX_CHUNKS: Final = 1 << 25
 MAX_BLOCKS: Final = 1 << 25

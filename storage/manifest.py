@@ -40,6 +40,8 @@ class Receipt(Protocol):
     @property
     def rank(self) -> int: ...
     @property
+    def stripe(self) -> int: ...
+    @property
     def size_bytes(self) -> int: ...
     @property
     def footer(self) -> bytes: ...
@@ -106,7 +108,7 @@ class Manifest:
         saved_at: when the save was committed to, UTC, RFC 3339 with a final Z.
         world_size: number of ranks that wrote it.
         codec: what the writer was asked for; each block has its own.
-        files: the shard files, by component and rank.
+        files: the shard files, by component, rank and stripe.
         table: entries, chunks and blocks of all files.
         aliases: further name -> name of the entry that it shares its storage with.
         planner_data: DCP's planner data in the encoding of :mod:`dcp_engine.objects`; may be empty.
@@ -185,14 +187,16 @@ class Manifest:
         Raises:
             PlanError: files of another attempt, disagreement about an entry, or an entry that is not covered exactly once.
         """
-        ordered = sorted(receipts, key=lambda receipt: (receipt.component, receipt.rank))
+        ordered = sorted(receipts, key=lambda receipt: (receipt.component, receipt.rank, receipt.stripe))
         extra = TableBuilder()
         for entry in empty_entries:
             extra.add_entry(*entry)
         tables = [_table_of(receipt, nonce, world_size) for receipt in ordered]
         table, num_blocks, num_chunks = merge_tables([*tables, extra.build()])
         files = tuple(
-            FileRecord(receipt.name, receipt.component, receipt.rank, receipt.size_bytes, receipt.footer_sha256, chunks, blocks)
+            FileRecord(
+                receipt.name, receipt.component, receipt.rank, receipt.size_bytes, receipt.footer_sha256, chunks, blocks, receipt.stripe
+            )
             for receipt, chunks, blocks in zip(ordered, num_chunks[:-1], num_blocks[:-1], strict=True)
         )
         try:
@@ -346,14 +350,14 @@ class Manifest:
 def _table_of(receipt: Receipt, nonce: str, world_size: int) -> ShardTable:
     """The table of a file that was written. Raises ``PlanError`` if the file is not of this save."""
     footer = decode_footer(receipt.footer)
-    expected = (nonce, receipt.name, receipt.component, receipt.rank, world_size)
-    found = (footer.nonce, footer.name, footer.component, footer.rank, footer.world_size)
+    expected = (nonce, receipt.name, receipt.component, receipt.rank, receipt.stripe, world_size)
+    found = (footer.nonce, footer.name, footer.component, footer.rank, footer.stripe, footer.world_size)
     if found != expected:
         raise PlanError(
             "a file does not belong to this save",
             file=receipt.name,
             rank=receipt.rank,
-            expected=f"nonce, name, component, rank and world size {expected}",
+            expected=f"nonce, name, component, rank, stripe and world size {expected}",
             found=found,
             remedy="the path must belong to one save at a time",
         )

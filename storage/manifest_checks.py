@@ -86,14 +86,16 @@ def check_files(manifest: Manifest) -> None:
     if (first_chunks[-1], first_blocks[-1]) != (len(table.chunk_entries), len(table.block_codecs)):
         raise MalformedCheckpointError("files hold other numbers of chunks or blocks than the table")
     extents = manifest.file_extents.tolist()
-    previous: tuple[str, int] | None = None
+    previous: tuple[str, int, int] | None = None
     for index, file in enumerate(files):
-        place = (file.component, file.rank)
+        place = (file.component, file.rank, file.stripe)
         footer = file.size_bytes - HEADER_BYTES - extents[index] - RECORD_BYTES
-        if file.name != shard_name(file.component, file.rank) or file.rank >= manifest.world_size or len(file.footer_sha256) != 32:
+        if file.name != shard_name(*place) or file.rank >= manifest.world_size or len(file.footer_sha256) != 32:
             fault = "a file has a name, rank or digest that it cannot have"
         elif previous is not None and place <= previous:
-            fault = "files are not in order of component and rank, or one appears twice"
+            fault = "files are not in order of component, rank and stripe, or one appears twice"
+        elif file.stripe and previous != (file.component, file.rank, file.stripe - 1):
+            fault = "a file's stripe does not follow the one before it"
         elif not 0 < footer <= MAX_RECORD_STORED_BYTES:
             fault = "a file has a size that it cannot have"
         elif (file.num_chunks == 0) != (file.num_blocks == 0):

@@ -66,6 +66,7 @@ class FileRecord:
         footer_sha256: SHA-256 of the footer body as stored, 32 bytes.
         num_chunks: chunks that begin in it.
         num_blocks: blocks in it.
+        stripe: which of its writer's files of the component it is.
     """
 
     name: str
@@ -75,6 +76,7 @@ class FileRecord:
     footer_sha256: bytes
     num_chunks: int
     num_blocks: int
+    stripe: int = 0
 
 
 def to_document(manifest: Manifest, extents: npt.NDArray[np.int64]) -> columns.Document:
@@ -166,7 +168,8 @@ def _files(document: columns.Document, table: ShardTable) -> tuple[FileRecord, .
     sizes = HEADER_BYTES + np.diff(before) + footers + RECORD_BYTES
     records = []
     for index, name in enumerate(names):
-        component, rank = split_shard_name(name)
+        component, rank, stripe = split_shard_name(name)
         digest = digests[_SHA256_BYTES * index : _SHA256_BYTES * (index + 1)]
-        records.append(FileRecord(name, component, rank, int(sizes[index]), digest, int(num_chunks[index]), int(num_blocks[index])))
+        counts = int(num_chunks[index]), int(num_blocks[index])
+        records.append(FileRecord(name, component, rank, int(sizes[index]), digest, *counts, stripe))
     return tuple(records)

@@ -102,6 +102,7 @@ class ShardReceipt:
         raw_bytes: bytes of all chunks before encoding.
         stored_bytes: bytes of all blocks after encoding, without padding.
         raw_bytes_by_codec: name of a codec that blocks were stored with -> their bytes before encoding.
+        stripe: which of the rank's files of the component it is.
     """
 
     name: str
@@ -114,3 +115,4 @@ class ShardReceipt:
     raw_bytes: int
     stored_bytes: int
     raw_bytes_by_codec: dict[str, int] = field(default_factory=dict)
+    stripe: int = 0

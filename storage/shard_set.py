@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dcp_engine.storage.backends import Directory, WriteFile
-from dcp_engine.storage.limits import BLOCK_BYTES
+from dcp_engine.storage.envelope import shard_name
+from dcp_engine.storage.limits import BLOCK_BYTES, PACK_BYTES
 from dcp_engine.storage.records import ChunkSource, PipelineOptions, ShardReceipt
 from dcp_engine.storage.workers import WorkerPool, settled
 from dcp_engine.storage.write_pipeline import write_shard
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["Writer", "stripes_of", "write_shards"]
 
@@ -37,30 +43,25 @@ class Writer:
     nonce: str
 
 
-def stripes_of(component: str, sources: Sequence[ChunkSource], num_threads: int) -> dict[str, list[ChunkSource]]:
+def stripes_of(sources: Sequence[ChunkSource], num_threads: int) -> list[list[ChunkSource]]:
     """Share the chunks of a component among files, about equally by bytes, in the given order within each.
 
     Args:
-        component: the first file's component; further ones are ``<component>__1`` and so on.
-        sources: the chunks.
+        sources: the chunks, not all of them empty.
         num_threads: threads that will write.
 
     Returns:
-        Component of each file -> its chunks. One file, where there are few bytes or one thread.
+        The chunks of each file, none of which is without bytes. One file, where there are few bytes or one thread.
     """
     total = sum(source.nbytes for source in sources)
-    names = [component]
-    while len(names) < min(MAX_STRIPES, num_threads, total // STRIPE_BYTES):
-        names.append(f"{component}__{len(names)}")
-    if len(names[-1]) > 32:
-        names = [component]  # the format's limit
-    stripes: list[list[ChunkSource]] = [[] for _ in names]
-    filled = [0] * len(names)
+    num_stripes = max(1, min(MAX_STRIPES, num_threads, total // STRIPE_BYTES))
+    stripes: list[list[ChunkSource]] = [[] for _ in range(num_stripes)]
+    filled = [0] * num_stripes
     for source in sources:
-        emptiest = filled.index(min(filled))
+        emptiest = filled.index(min(filled)) if source.nbytes else 0
         stripes[emptiest].append(source)
         filled[emptiest] += source.nbytes
-    return {name: stripe for name, stripe in zip(names, stripes, strict=True) if stripe}
+    return [stripe for stripe, nbytes in zip(stripes, filled, strict=True) if nbytes]
 
 
 def write_shards(
@@ -93,9 +94,11 @@ def write_shards(
         for component, sources in sorted(by_component.items()):
             if not any(source.nbytes for source in sources):
                 continue  # tensors without elements are in the manifest alone: no load would check a file without blocks
-            stripes = stripes_of(component, sources, options.threads if options.codec in ("raw", "auto") else 1)
-            shares = replace(options, threads=-(-options.threads // len(stripes)), bytes_in_flight=_share(options, len(stripes)))
-            tasks = [partial(_write_file, directory, name, stripe, writer, shares) for name, stripe in stripes.items()]
+            # Each file's pipeline needs room for a block.
+            most = min(options.threads, options.bytes_in_flight // BLOCK_BYTES) if options.codec in ("raw", "auto") else 1
+            stripes = stripes_of(sources, most)
+            shares = replace(options, threads=-(-options.threads // len(stripes)), bytes_in_flight=options.bytes_in_flight // len(stripes))
+            tasks = [partial(_write_file, directory, (component, index), stripe, writer, shares) for index, stripe in enumerate(stripes)]
             for receipt, file in _at_once(tasks):
                 receipts.append(receipt)
                 commits.append(syncing.submit(partial(_commit, file)))
@@ -104,22 +107,27 @@ def write_shards(
     return receipts
 
 
-def _share(options: PipelineOptions, num_stripes: int) -> int:
-    return max(BLOCK_BYTES, options.bytes_in_flight // num_stripes)
-
-
 _Written = tuple[ShardReceipt, WriteFile]
 
 
-def _at_once(tasks: Sequence[Callable[[], _Written]]) -> list[_Written]:
-    """Results of tasks that run at once; after the first error the files of the others are removed, too, and all have ended."""
+class _StoppedError(Exception):
+    """A file is not wanted any more, since another one failed. Never leaves this module."""
+
+
+def _at_once(tasks: Sequence[Callable[[threading.Event], _Written]]) -> list[_Written]:
+    """Results of tasks that run at once; after the first error the others are told to stop, all end, and their files are removed."""
+    stop = threading.Event()
     if len(tasks) == 1:
-        return [tasks[0]()]
+        return [tasks[0](stop)]
     with WorkerPool(len(tasks)) as pool:
-        futures = [pool.submit(task) for task in tasks]
+        futures: list[Future[_Written]] = []
         try:
-            with settled(futures):
-                return [future.result() for future in futures]
+            with settled(futures, stop.set):
+                for task in tasks:  # one by one, so that an interrupt finds those that have begun
+                    futures.append(pool.submit(partial(_or_stop, task, stop)))
+                wait(futures)
+                # One that was stopped does not say why.
+                return [future.result() for future in sorted(futures, key=_was_stopped)]
         except BaseException:
             for future in futures:
                 if not future.cancelled() and future.exception() is None:
@@ -128,8 +136,28 @@ def _at_once(tasks: Sequence[Callable[[], _Written]]) -> list[_Written]:
             raise
 
 
-def _write_file(directory: Directory, component: str, sources: list[ChunkSource], writer: Writer, options: PipelineOptions) -> _Written:
-    name = f"{component}-{writer.rank:05d}.shard"
+def _or_stop(task: Callable[[threading.Event], _Written], stop: threading.Event) -> _Written:
+    try:
+        return task(stop)
+    except BaseException:
+        stop.set()
+        raise
+
+
+def _was_stopped(future: Future[_Written]) -> bool:
+    return isinstance(future.exception(), _StoppedError)
+
+
+def _write_file(
+    directory: Directory,
+    place: tuple[str, int],
+    sources: list[ChunkSource],
+    writer: Writer,
+    options: PipelineOptions,
+    stop: threading.Event,
+) -> _Written:
+    component, stripe = place
+    name = shard_name(component, writer.rank, stripe)
     file = directory.create(name)
     try:
         with WorkerPool(options.threads) as pool:
@@ -138,9 +166,10 @@ def _write_file(directory: Directory, component: str, sources: list[ChunkSource]
                 name=name,
                 component=component,
                 rank=writer.rank,
+                stripe=stripe,
                 world_size=writer.world_size,
                 nonce=writer.nonce,
-                sources=sources,
+                sources=_until(stop, sources),
                 options=options,
                 pool=pool,
             )
@@ -148,6 +177,17 @@ def _write_file(directory: Directory, component: str, sources: list[ChunkSource]
         file.abort()
         raise
     return receipt, file
+
+
+def _until(stop: threading.Event, sources: Sequence[ChunkSource]) -> list[ChunkSource]:
+    """Sources that give no more bytes once ``stop`` is set. Small ones need not be asked: a few blocks hold them all."""
+
+    def load(source: ChunkSource) -> NDArray[np.uint8]:
+        if stop.is_set():
+            raise _StoppedError
+        return source.load()
+
+    return [replace(source, load=partial(load, source)) if source.nbytes >= PACK_BYTES else source for source in sources]
 
 
 def _commit(file: WriteFile) -> None:

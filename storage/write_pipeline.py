@@ -36,6 +36,7 @@ def write_shard(
     name: str,
     component: str,
     rank: int,
+    stripe: int = 0,
     world_size: int,
     nonce: str,
     sources: Sequence[ChunkSource],
@@ -51,6 +52,7 @@ def write_shard(
         name: its name in the checkpoint, as the header and the footer repeat it.
         component: what the file holds.
         rank: rank of this process.
+        stripe: which of the rank's files of the component this is.
         world_size: number of ranks that write the checkpoint.
         nonce: hex nonce of the attempt.
         sources: the chunks. One of zero bytes makes its entry known, and stores nothing.
@@ -79,7 +81,7 @@ def write_shard(
         if not source.nbytes:
             # It has no chunk, but whoever rebuilds a lost manifest from the footers must know that the entry exists.
             writer.table.add_entry(source.name, source.dtype.code, source.shape)
-    footer = encode_footer(Footer(nonce, component, rank, world_size, writer.table.build()))
+    footer = encode_footer(Footer(nonce, component, rank, world_size, writer.table.build(), stripe))
     record, body = pack_record(FOOTER_MAGIC, footer)
     file.write([body, record])
     return ShardReceipt(
@@ -93,6 +95,7 @@ def write_shard(
         raw_bytes=writer.raw_bytes,
         stored_bytes=writer.stored_bytes,
         raw_bytes_by_codec=dict(writer.raw_bytes_by_codec),
+        stripe=stripe,
     )
 
 

@@ -116,3 +116,6 @@ BOXES: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {
     "large.int": [(0, (0, 0), (2, 400_000)), (1, (2, 0), (1, 400_000))],
 }
 """Rank, offsets and sizes of the chunks of entries that are sharded; every other entry is one chunk, of rank 0 or 1."""
+
+STRIPES = {"large.float": 1, "large.int": 1}
+"""Entries that lie in a second file of their rank and component."""

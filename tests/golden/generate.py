@@ -53,10 +53,11 @@ class Written:
     size_bytes: int
     footer: bytes
     footer_sha256: bytes
+    stripe: int
 
 
-def chunks() -> Iterator[tuple[str, int, Chunk]]:
-    """Component, rank and chunk of everything that the checkpoint holds."""
+def chunks() -> Iterator[tuple[str, int, int, Chunk]]:
+    """Component, rank, stripe and chunk of everything that the checkpoint holds."""
     for index, (name, (code, shape, data)) in enumerate(expected.entries().items()):
         if not data:
             continue
@@ -65,15 +66,16 @@ def chunks() -> Iterator[tuple[str, int, Chunk]]:
         for rank, offsets, sizes in expected.BOXES.get(name, whole):
             array = np.frombuffer(data, dtype=f"V{len(data) // int(np.prod(shape))}").reshape(shape)
             box = array[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
-            yield component, rank, Chunk(name, code, shape, offsets, sizes, box.tobytes())
+            yield component, rank, expected.STRIPES.get(name, 0), Chunk(name, code, shape, offsets, sizes, box.tobytes())
     for name, value in {**expected.OBJECTS, "state.typed": expected.TUPLE_AND_BIG_INT}.items():
         data = encode_object(value, key=name)
-        yield "state", 0, Chunk(name, OBJECT, (len(data),), (0,), (len(data),), data)
+        yield "state", 0, 0, Chunk(name, OBJECT, (len(data),), (0,), (len(data),), data)
 
 
-def write_shard(directory: Path, component: str, rank: int, world_size: int, parts: list[Chunk], codecs: dict[str, str]) -> Written:
+def write_shard(directory: Path, place: tuple[str, int, int], world_size: int, parts: list[Chunk], codecs: dict[str, str]) -> Written:
     """One shard file: large chunks first, then small ones packed by dtype."""
-    name = shard_name(component, rank)
+    component, rank, stripe = place
+    name = shard_name(*place)
     table, content, scratch = TableBuilder(), bytearray(header_bytes(name, rank, NONCE)), Scratch()
 
     def add_block(raw: bytes, code: int, codec: str) -> int:
@@ -96,11 +98,11 @@ def write_shard(directory: Path, component: str, rank: int, world_size: int, par
         for chunk in group:
             table.add_chunk(chunk.name, code, chunk.shape, chunk.offsets, chunk.sizes, block, offset)
             offset += len(chunk.data)
-    footer = encode_footer(Footer(NONCE, component, rank, world_size, table.build()))
+    footer = encode_footer(Footer(NONCE, component, rank, world_size, table.build(), stripe))
     record, stored = pack_record(FOOTER_MAGIC, footer)
     (directory / name).write_bytes(bytes(content) + stored + record)
     size_bytes = len(content) + len(stored) + len(record)
-    return Written(name, component, rank, size_bytes, footer, hashlib.sha256(stored).digest())
+    return Written(name, component, rank, size_bytes, footer, hashlib.sha256(stored).digest(), stripe)
 
 
 def publish(root: Path, data: Path, manifest: Manifest) -> None:
@@ -129,11 +131,11 @@ def generate(root: Path) -> None:
     """Both checkpoints: ``v1`` as it lies on a file system, ``v1-object-store`` as under a prefix."""
     local = root / "v1"
     local.mkdir(parents=True)
-    by_file: dict[tuple[str, int], list[Chunk]] = {}
-    for component, rank, chunk in chunks():
-        by_file.setdefault((component, rank), []).append(chunk)
+    by_file: dict[tuple[str, int, int], list[Chunk]] = {}
+    for *place, chunk in chunks():
+        by_file.setdefault(tuple(place), []).append(chunk)
     # One large tensor shows zstd on floats, which a writer may choose.
-    files = [write_shard(local, *place, WORLD_SIZE, parts, {"large.int": "zstd"}) for place, parts in by_file.items()]
+    files = [write_shard(local, place, WORLD_SIZE, parts, {"large.int": "zstd"}) for place, parts in by_file.items()]
     planner_data = encode_object({"state.step": ("state", "step"), "rows": ("rows",)}, key="planner_data")
     empty = [(name, code, shape) for name, (code, shape, data) in expected.entries().items() if not data]
     manifest = manifest_of(
@@ -151,7 +153,7 @@ def generate(root: Path) -> None:
     data = remote / NONCE
     data.mkdir(parents=True)
     value = expected.pattern(18, 6).tobytes()
-    files = [write_shard(data, "model", 0, 1, [Chunk("w", 18, (2, 3), (0, 0), (2, 3), value)], {})]
+    files = [write_shard(data, ("model", 0, 0), 1, [Chunk("w", 18, (2, 3), (0, 0), (2, 3), value)], {})]
     publish(remote, data, manifest_of(files, 1))
 
 

@@ -30,7 +30,7 @@ TABLE = [
     *("chunk_entries", "chunk_offsets", "chunk_sizes", "chunk_begins"),
     *("block_saved", "block_codecs", "block_digests"),
 ]
-FOOTER = ["nonce", "component", "rank", "world_size", *TABLE]
+FOOTER = ["nonce", "component", "rank", "stripe", "world_size", *TABLE]
 MANIFEST = [
     *("writer_version", "nonce", "run_id", "step", "saved_at", "world_size", "codec"),
     *("file_names", "file_name_bytes", "file_chunks", "file_blocks", "file_footer_bytes", "file_footer_sha256"),
@@ -243,12 +243,15 @@ def contents(directory: Path, fields: dict[str, Any], whole: Table) -> Checkpoin
     counts = zip(*(column(fields[name], 4) for name in ("file_chunks", "file_blocks", "file_footer_bytes")), strict=True)
     blocks: list[bytes] = []
     used: set[tuple[int, int]] = set()
-    first_chunk, places = 0, []
+    first_chunk = 0
+    places: list[tuple[str, int, int]] = []
     for index, (name, (num_chunks, num_blocks, footer_bytes)) in enumerate(zip(names, counts, strict=True)):
-        match = re.fullmatch(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,7})\.shard", name)
+        match = re.fullmatch(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,7})(?:\.([1-9][0-9]{0,2}))?\.shard", name)
         rule(match is not None and f"{int(match[2]):05d}" == match[2], "name of a shard file")
         assert match is not None
-        places.append((match[1], int(match[2])))
+        component, rank, stripe = match[1], int(match[2]), int(match[3] or 0)
+        rule(stripe == 0 or places[-1:] == [(component, rank, stripe - 1)], "stripes follow each other from 0")
+        places.append((component, rank, stripe))
         rule(places[-1][1] < fields["world_size"], "rank of a file")
         chunks = whole.chunks[first_chunk : first_chunk + num_chunks]
         rule(bool(num_chunks) == bool(num_blocks), "blocks without chunks")
@@ -271,7 +274,7 @@ def contents(directory: Path, fields: dict[str, Any], whole: Table) -> Checkpoin
 def check_ends(
     data: bytes,
     name: str,
-    place: tuple[str, int],
+    place: tuple[str, int, int],
     fields: dict[str, Any],
     footer_bytes: int,
     sha256: bytes,
@@ -285,7 +288,7 @@ def check_ends(
     body = data[-RECORD - stored : -RECORD]
     rule(stored == footer_bytes and digest == sha256 == hashlib.sha256(body).digest(), "footer is the one of the manifest")
     found = document(frame(body, raw), FOOTER)
-    identity = (found["nonce"], found["component"], found["rank"], found["world_size"])
+    identity = (found["nonce"], found["component"], found["rank"], found["stripe"], found["world_size"])
     rule(identity == (fields["nonce"], *place, fields["world_size"]), "footer is the file's own")
     own = table(found)
     rule((own.raw, own.stored) == (whole.raw[rows], whole.stored[rows]), "footer and manifest agree on block lengths")

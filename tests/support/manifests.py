@@ -25,15 +25,18 @@ class TableReceipt:
     size_bytes: int
     footer: bytes
     footer_sha256: bytes
+    stripe: int = 0
 
 
-def receipt_of(table: ShardTable, rank: int, world_size: int, *, component: str = "model", nonce: str = NONCE) -> TableReceipt:
+def receipt_of(
+    table: ShardTable, rank: int, world_size: int, *, component: str = "model", nonce: str = NONCE, stripe: int = 0
+) -> TableReceipt:
     """The receipt of a file with that table."""
-    body = encode_footer(Footer(nonce, component, rank, world_size, table))
+    body = encode_footer(Footer(nonce, component, rank, world_size, table, stripe))
     _, stored = pack_record(FOOTER_MAGIC, body)
     extents = sum(-(-size // 64) * 64 for size in table.block_stored_bytes.tolist())
     size_bytes = 4096 + extents + len(stored) + 64
-    return TableReceipt(shard_name(component, rank), component, rank, size_bytes, body, hashlib.sha256(stored).digest())
+    return TableReceipt(shard_name(component, rank, stripe), component, rank, size_bytes, body, hashlib.sha256(stored).digest(), stripe)
 
 
 def manifest_of(receipts: Sequence[TableReceipt], **changes: Any) -> Manifest:

@@ -68,11 +68,18 @@ def test_a_short_header_is_truncated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("component", "rank", "name"), [("model", 0, "model-00000.shard"), ("a_1", 99999, "a_1-99999.shard"), ("m", 123456, "m-123456.shard")]
+    ("component", "rank", "stripe", "name"),
+    [
+        ("model", 0, 0, "model-00000.shard"),
+        ("model", 0, 1, "model-00000.1.shard"),
+        ("model__1", 0, 0, "model__1-00000.shard"),
+        ("a_1", 99999, 0, "a_1-99999.shard"),
+        ("m", 123456, 999, "m-123456.999.shard"),
+    ],
 )
-def test_shard_names_have_one_spelling(component: str, rank: int, name: str) -> None:
-    assert shard_name(component, rank) == name
-    assert split_shard_name(name) == (component, rank)
+def test_shard_names_have_one_spelling(component: str, rank: int, stripe: int, name: str) -> None:
+    assert shard_name(component, rank, stripe) == name
+    assert split_shard_name(name) == (component, rank, stripe)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +89,12 @@ def test_shard_names_have_one_spelling(component: str, rank: int, name: str) -> 
         "model",
         "model-0.shard",
         "model-000001.shard",
+        "model-00000.0.shard",
+        "model-00000.01.shard",
+        "model-00000.1000.shard",
+        "model-00000..shard",
+        "model-00000.1.2.shard",
+        "model-00000.-1.shard",
         "model-00000.shard\n",
         "Model-00000.shard",
         "../model-00000.shard",
@@ -99,10 +112,10 @@ def test_other_file_names_are_malformed(name: str) -> None:
         split_shard_name(name)
 
 
-@pytest.mark.parametrize("rank", [-1, 10_000_000])
-def test_ranks_without_a_name_are_refused(rank: int) -> None:
+@pytest.mark.parametrize(("rank", "stripe"), [(-1, 0), (10_000_000, 0), (0, -1), (0, 1000)])
+def test_ranks_and_stripes_without_a_name_are_refused(rank: int, stripe: int) -> None:
     with pytest.raises(MalformedCheckpointError):
-        shard_name("model", rank)
+        shard_name("model", rank, stripe)
 
 
 def test_record_is_the_documented_one() -> None:

@@ -84,6 +84,25 @@ def test_files_are_ordered_and_sized() -> None:
     assert [file.footer_sha256 for file in files] == [receipt.footer_sha256 for receipt in receipts()]
 
 
+def test_stripes_follow_the_first_file_of_their_rank_and_component() -> None:
+    parts = [receipt_of(table_of(part, 3), rank, 2, stripe=stripe) for part, (rank, stripe) in enumerate([(0, 0), (0, 1), (1, 0)])]
+    manifest = manifest_of(parts[::-1], world_size=2)
+    found = Manifest.decode(manifest.encode())
+    assert [(file.name, file.rank, file.stripe) for file in found.files] == [
+        ("model-00000.shard", 0, 0),
+        ("model-00000.1.shard", 0, 1),
+        ("model-00001.shard", 1, 0),
+    ]
+    assert found.files == manifest.files
+
+
+def test_a_rank_that_left_out_a_stripe_is_refused() -> None:
+    parts = [receipt_of(table_of(rank, 2), 0, 1, stripe=2 * rank) for rank in range(2)]
+    with pytest.raises(MalformedCheckpointError, match="stripe") as caught:
+        manifest_of(parts, world_size=1)
+    assert caught.value.file == "model-00000.2.shard"
+
+
 def test_positions_follow_from_the_blocks_before() -> None:
     manifest = sample()
     assert manifest.block_file.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -179,6 +198,10 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     "file named MANIFEST": names("MANIFEST", "model-00001.shard"),
     "one file twice": names("model-00001.shard", "model-00001.shard"),
     "files out of order": names("model-00001.shard", "model-00000.shard"),
+    "no first stripe": names("model-00000.1.shard", "model-00001.shard"),
+    "a stripe that is left out": names("model-00000.shard", "model-00000.2.shard"),
+    "a stripe of another rank": names("model-00000.shard", "model-00001.1.shard"),
+    "stripes out of order": names("model-00000.1.shard", "model-00000.shard"),
     "rank beyond the world": names("model-00000.shard", "model-00002.shard"),
     "fewer files": names("model-00000.shard"),
     "more files": names("model-00000.shard", "model-00001.shard", "model-00002.shard"),

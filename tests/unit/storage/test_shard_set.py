@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +17,8 @@ from dcp_engine.errors import StorageFullError
 from dcp_engine.storage import shard_set
 from dcp_engine.storage.backends.local import LocalDirectory, LocalWriteFile
 from dcp_engine.storage.dtypes import of_code
-from dcp_engine.storage.records import ChunkSource
+from dcp_engine.storage.limits import BLOCK_BYTES
+from dcp_engine.storage.records import ChunkSource, ShardReceipt
 from dcp_engine.storage.shard_set import STRIPE_BYTES, Writer, stripes_of, write_shards
 
 WRITER = Writer(rank=0, world_size=1, nonce=NONCE)
@@ -28,24 +33,19 @@ def source(name: str, nbytes: int) -> ChunkSource:
 
 
 @pytest.mark.parametrize(
-    ("component", "sizes", "num_threads", "expected"),
+    ("sizes", "num_threads", "expected"),
     [
-        ("model", [STRIPE_BYTES] * 4, 2, {"model": [0, 2], "model__1": [1, 3]}),
-        ("model", [STRIPE_BYTES] * 4, 1, {"model": [0, 1, 2, 3]}),
-        ("model", [STRIPE_BYTES // 4] * 4, 8, {"model": [0, 1, 2, 3]}),
-        ("model", [STRIPE_BYTES] * 9, 64, {"model": [0, 4, 8], "model__1": [1, 5], "model__2": [2, 6], "model__3": [3, 7]}),
-        ("model", [3 * STRIPE_BYTES, STRIPE_BYTES, STRIPE_BYTES, 0], 2, {"model": [0], "model__1": [1, 2, 3]}),
-        ("model", [9 * STRIPE_BYTES], 4, {"model": [0]}),
-        ("m" * 30, [STRIPE_BYTES] * 4, 2, {"m" * 30: [0, 1, 2, 3]}),
-        ("m" * 29, [STRIPE_BYTES] * 2, 2, {"m" * 29: [0], "m" * 29 + "__1": [1]}),
+        ([STRIPE_BYTES] * 4, 2, [[0, 2], [1, 3]]),
+        ([STRIPE_BYTES] * 4, 1, [[0, 1, 2, 3]]),
+        ([STRIPE_BYTES // 4] * 4, 8, [[0, 1, 2, 3]]),
+        ([STRIPE_BYTES] * 9, 64, [[0, 4, 8], [1, 5], [2, 6], [3, 7]]),
+        ([3 * STRIPE_BYTES, STRIPE_BYTES, STRIPE_BYTES, 0], 2, [[0, 3], [1, 2]]),
+        ([9 * STRIPE_BYTES, 0, 0], 4, [[0, 1, 2]]),
     ],
 )
-def test_a_component_is_shared_equally_among_few_files(
-    component: str, sizes: list[int], num_threads: int, expected: dict[str, list[int]]
-) -> None:
+def test_a_component_is_shared_equally_among_few_files(sizes: list[int], num_threads: int, expected: list[list[int]]) -> None:
     sources = [source(f"t{index}", nbytes) for index, nbytes in enumerate(sizes)]
-    stripes = stripes_of(component, sources, num_threads)
-    assert {name: [sources.index(chunk) for chunk in stripe] for name, stripe in stripes.items()} == expected
+    assert [[sources.index(chunk) for chunk in stripe] for stripe in stripes_of(sources, num_threads)] == expected
 
 
 def test_a_striped_component_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_a_striped_component_is_read_back(tmp_path: Path, monkeypatch: pytest.Mo
     receipts = write_shards(LocalDirectory(str(tmp_path)), {"model": sources, "state": [source("s", 9)]}, WRITER, options())
     manifest = manifest_of(*receipts)
 
-    assert sorted(os.listdir(tmp_path)) == ["model-00000.shard", "model__1-00000.shard", "state-00000.shard"]
+    assert sorted(os.listdir(tmp_path)) == ["model-00000.1.shard", "model-00000.shard", "state-00000.shard"]
     stored = [chunk for chunk in sources if chunk.nbytes]
     targets = [Target(np.zeros(chunk.nbytes, np.uint8)) for chunk in stored]
     read(tmp_path, manifest, [target.request(manifest, chunk.name) for target, chunk in zip(targets, stored, strict=True)], options())
@@ -67,7 +67,7 @@ def test_when_one_file_fails_no_descriptor_and_no_file_of_the_component_is_left(
     genuine = LocalWriteFile.write_at
 
     def full(self: LocalWriteFile, position: int, parts: list[memoryview]) -> None:
-        if self._name.startswith("model__1") and position > 4096:
+        if self._name == "model-00000.1.shard" and position > 4096:
             raise StorageFullError("no space", file=self._name)
         genuine(self, position, parts)
 
@@ -78,3 +78,86 @@ def test_when_one_file_fails_no_descriptor_and_no_file_of_the_component_is_left(
     # Only those of this test: what other tests left to the collector may be closed at any moment.
     opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     assert [path for path in opened if path.startswith(str(tmp_path))] == []
+
+
+def test_a_component_that_is_named_like_a_numbered_one_has_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_set, "STRIPE_BYTES", 1 << 20)
+    by_component = {"model": [source(f"t{index}", 1 << 20) for index in range(2)], "model__1": [source("x", 9)]}
+    write_shards(LocalDirectory(str(tmp_path)), by_component, WRITER, options())
+    assert sorted(os.listdir(tmp_path)) == ["model-00000.1.shard", "model-00000.shard", "model__1-00000.shard"]
+
+
+@pytest.mark.parametrize(("blocks_in_flight", "num_files"), [(1, 1), (3, 3), (4, 4), (100, 4)])
+def test_each_file_that_is_written_at_once_has_room_for_a_block(
+    blocks_in_flight: int, num_files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_set, "STRIPE_BYTES", 1 << 20)
+    shares: list[int] = []
+    genuine = shard_set.write_shard
+
+    def noted(*args: Any, **kwargs: Any) -> ShardReceipt:
+        shares.append(kwargs["options"].bytes_in_flight)
+        return genuine(*args, **kwargs)
+
+    monkeypatch.setattr(shard_set, "write_shard", noted)
+    bound = blocks_in_flight * BLOCK_BYTES
+    sources = [source(f"t{index}", 1 << 20) for index in range(8)]
+    write_shards(LocalDirectory(str(tmp_path)), {"model": sources}, WRITER, options(threads=4, bytes_in_flight=bound))
+    assert len(shares) == num_files
+    assert sum(shares) <= bound
+    assert min(shares) >= BLOCK_BYTES
+
+
+def told(monkeypatch: pytest.MonkeyPatch, waiting: Callable[[int], bool]) -> tuple[list[ChunkSource], list[str]]:
+    """Chunks for two files, some of which are loaded only once their files were told to stop; and the names of those that were."""
+    monkeypatch.setattr(shard_set, "STRIPE_BYTES", 1 << 20)
+    stops: list[threading.Event] = []
+    loaded: list[str] = []
+    genuine = shard_set._write_file
+
+    def noted(*args: Any) -> Any:
+        stops.append(args[-1])
+        return genuine(*args)
+
+    def patient(number: int) -> ChunkSource:
+        chunk = source(f"t{number}", 1 << 20)
+
+        def load() -> np.ndarray:
+            loaded.append(chunk.name)
+            assert not waiting(number) or stops[0].wait(60)
+            return chunk.load()
+
+        return replace(chunk, load=load)
+
+    monkeypatch.setattr(shard_set, "_write_file", noted)
+    return [patient(number) for number in range(64)], loaded
+
+
+def test_after_a_failure_the_other_files_are_not_written_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, loaded = told(monkeypatch, lambda number: number % 2 == 1)
+    genuine = LocalWriteFile.write_at
+
+    def full(self: LocalWriteFile, position: int, parts: list[memoryview]) -> None:
+        if self._name == "model-00000.shard" and position >= 4096:
+            raise StorageFullError("no space", file=self._name)
+        genuine(self, position, parts)
+
+    monkeypatch.setattr(LocalWriteFile, "write_at", full)
+    with pytest.raises(StorageFullError, match="no space"):
+        write_shards(LocalDirectory(str(tmp_path)), {"model": sources}, WRITER, options(threads=2))
+    assert len([name for name in loaded if int(name[1:]) % 2]) <= 1
+    assert len(loaded) <= 8
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupt_is_heeded_before_the_files_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, loaded = told(monkeypatch, lambda number: True)
+
+    def interrupted(futures: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shard_set, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_shards(LocalDirectory(str(tmp_path)), {"model": sources}, WRITER, options(threads=2))
+    assert len(loaded) <= 2
+    assert os.listdir(tmp_path) == []
