@@ -149,14 +149,18 @@ class BalancedSavePlanner(DefaultSavePlanner):
             else:
                 known = self._plan(local)
                 plan_class = SavePlan
+        keeps = self._reuses_plans()
         self.global_plan = [
             plan_class(
-                cast(list[WriteItem], items), storage_data=plan.storage_data, planner_data=PlanRef(known.plan_id, rank), usable=plan.usable
+                cast(list[WriteItem], items),
+                storage_data=plan.storage_data,
+                planner_data=PlanRef(known.plan_id, rank, keeps),
+                usable=plan.usable,
             )
             for rank, (items, plan) in enumerate(zip(known.made.items, all_plans, strict=True))
         ]
         self.metadata = self._describe(known)
-        if self._reuses_plans():
+        if keeps:
             cache.add(known)
             self._global_cache = cache
         return self.global_plan, self.metadata
@@ -179,7 +183,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         items: Any = self._earlier.items if reused and self._earlier is not None else new_plan.items
         if isinstance(items, ChosenItems) and not items.looked_at and self._layout is not None:
             items = PlanItems(items.choice.of(self._layout.columns))
-        if self._reuses_plans() and self._layout is not None:
+        if ref.kept and self._reuses_plans() and self._layout is not None:
             self._cache = LocalPlanCache(ref, self._layout, items)
         self._earlier = None
         self._drop_encoded(items)

@@ -34,10 +34,12 @@ class PlanRef:
     Attributes:
         plan_id: under which the coordinator keeps the plan.
         rank: the rank's place in the plan. In a save of another process group it may have another one.
+        kept: the coordinator keeps the plan for later saves.
     """
 
     plan_id: str
     rank: int
+    kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,8 @@ def is_delivered(columns: PlanColumns, ties: Mapping[str, str], manifest: Manife
     kinds, num_dims = keys.kinds[columns.entries[rows]], keys.num_dims[columns.entries[rows]]
     if ((kinds == 0) != is_object[own]).any() or (num_dims != dims[own]).any():
         return False
+    if not np.array_equal(np.sort(own), np.sort(table.chunk_entries)):
+        return False  # whatever is written of other tensors may have more dimensions than there are columns
     width = columns.offsets.shape[1]
     inside = np.arange(width) < dims[table.chunk_entries][:, None]
     wanted = ~np.repeat(is_object[table.chunk_entries], table.entry_dims[table.chunk_entries])

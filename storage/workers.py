@@ -68,8 +68,10 @@ class WorkerPool:
         An interrupt of the waiting thread is treated alike, so that no worker touches the caller's memory after this call has ended.
         """
         feed = _Feed(items)
-        loops = [self.submit(lambda: self._drain(feed, work)) for _ in range(max(1, min(limit, self.threads)))]
+        loops: list[Future[None]] = []
         with settled(loops, feed.stop):
+            for _ in range(max(1, min(limit, self.threads))):  # one by one, so that an interrupt finds those that have begun
+                loops.append(self.submit(lambda: self._drain(feed, work)))
             wait(loops)
         # A future that holds the error, held by a frame that the error's traceback holds, would keep the caller's tensors alive.
         loops.clear()

@@ -467,6 +467,20 @@ def test_a_plan_that_the_coordinator_never_made_is_refused_and_then_forgotten(sa
     assert run.plan([{"a": torch.ones(2)}, {"b": torch.ones(2)}]).written() == [["a"], ["b"]]
 
 
+@pytest.mark.parametrize("odd", ["options", "subclass"])
+def test_a_coordinator_that_keeps_no_plans_gets_them_at_every_save(saves: Callable[..., Saves], odd: str) -> None:
+    class Looks(BalancedSavePlanner):
+        def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+            return super().create_global_plan(all_plans)
+
+    run = saves(2)
+    run.planners = [BalancedSavePlanner(cache_plans=False) if odd == "options" else Looks(), BalancedSavePlanner()]
+    for value in (1, 2, 3):
+        run.plan([{"a": torch.full((2,), value)}, {"b": torch.full((2,), value)}])
+        assert [len(plan.items) for plan in run.local] == [1, 1]
+        assert {key: tensor.tolist() for key, tensor in run.content().items()} == {"a": [value] * 2, "b": [value] * 2}
+
+
 def test_cached_plans_hold_no_value_of_an_earlier_save(saves: Callable[..., Saves]) -> None:
     first = model()
     gone = weakref.ref(first["model"]["w"])

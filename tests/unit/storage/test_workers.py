@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from typing import Any
 
 import pytest
 
@@ -142,6 +145,32 @@ def test_an_interrupted_block_cancels_what_waits_and_awaits_what_runs() -> None:
         for future in futures[1:]:
             with pytest.raises(CancelledError):
                 future.result(0)
+
+
+def test_an_interrupt_while_loops_are_started_leaves_none_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+    done: list[int] = []
+    genuine = WorkerPool.submit
+
+    def work(item: int, scratch: object) -> None:
+        begun.set()
+        time.sleep(0.001)
+        done.append(item)
+
+    def interrupted(self: WorkerPool, task: Callable[[], Any]) -> Future[Any]:
+        if begun.is_set():
+            raise KeyboardInterrupt
+        future = genuine(self, task)
+        assert begun.wait(WAIT_SECS)
+        return future
+
+    with WorkerPool(2) as pool:
+        monkeypatch.setattr(WorkerPool, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.for_each(range(10_000), work, limit=2)
+        assert len(done) < 10_000
+        ended = len(done)
+    assert len(done) == ended
 
 
 def test_a_scratch_has_one_holder_and_the_last_one_used_comes_back_first() -> None:
