@@ -25,8 +25,8 @@ class StoredTensors:
     Attributes:
         rows: key -> row. Aliases of ties are not there.
         dtypes: dtype of each row; ``None`` for an object.
-        shapes: global shape of each row, in elements.
         is_packed: whether the row is a tensor whose only chunk is all of it, not empty, and small enough to share a block with others.
+        shapes: global shape of each such row, in elements; without meaning for others.
         num_bytes: bytes of each such row; without meaning for others.
         ties: alias key -> key under which the same tensor is stored, as ``PlannerData.ties`` tells.
     """

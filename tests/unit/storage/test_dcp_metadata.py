@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import tracemalloc
 
 import pytest
 import torch
@@ -96,3 +97,17 @@ def test_planner_data_that_is_none_is_an_error_at_the_first_look() -> None:
 def test_aliases_are_ties_only_where_our_planner_saved_them() -> None:
     assert metadata(skeleton=b"\x80", aliases={"tied": "w"}).stored_tensors.ties == {"tied": "w"}
     assert metadata(aliases={"tied": "w"}).stored_tensors.ties == {}
+
+
+def test_shapes_that_no_column_read_needs_are_not_unpacked() -> None:
+    # A few kilobytes of a hostile manifest may say this: a python int for each extent takes five times the column.
+    shape = (0, *(1000 + extent for extent in range(63)))
+    entries = [(f"e{number}", F32, shape) for number in range(5000)]
+    found = metadata_of_manifest(manifest_of([], world_size=1, empty_entries=entries), path="p", manifest_sha256="s")
+    tracemalloc.start()
+    stored = found.stored_tensors
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert not any(stored.is_packed)
+    assert len(stored.shapes) == 5000
+    assert peak_bytes < 2_000_000

@@ -91,6 +91,6 @@ def test_only_tensors_of_one_small_chunk_count_as_packed(tmp_path: Path) -> None
         "split": False,
         "none": False,
     }
-    assert {name: stored.shapes[row] for name, row in stored.rows.items() if name in ("split", "none")} == {"split": (4,), "none": (0, 2)}
+    assert {name: stored.shapes[row] for name, row in stored.rows.items() if stored.is_packed[row]} == {"small": (3,), "below": (16383,)}
     assert set(stored.dtypes) == {torch.float32}
     assert stored.num_bytes[stored.rows["small"]] == 12
