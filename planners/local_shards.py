@@ -295,6 +295,9 @@ def _refusal(tensor: torch.Tensor, loading: bool) -> str | None:
             return f"a tensor of the wrapper class {type(tensor).__qualname__}, whose content the engine does not know,"
     if tensor.is_meta:
         return "a meta tensor, which has no data,"
+    if not tensor.data_ptr() and tensor.numel():
+        # numpy would give it other memory: noise would be saved, and what is loaded lost.
+        return "a tensor whose memory was freed"
     if loading and not tensor.is_contiguous() and _overlaps_itself(tensor):
         return "a tensor of which several elements are one place in memory, as expand() makes it,"
     return None

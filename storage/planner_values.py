@@ -74,7 +74,7 @@ class TensorBytes:
                 found=type(tensor).__name__,
             )
         tensor = wait_for_collective(tensor)
-        if tensor.layout is not torch.strided or tensor.device.type == "meta" or is_traceable_wrapper(tensor):
+        if tensor.layout is not torch.strided or tensor.device.type == "meta" or is_traceable_wrapper(tensor) or _is_freed(tensor):
             raise UnsupportedTensorError(
                 "the tensor has no memory of its own that could be stored",
                 tensor=key,
@@ -116,6 +116,11 @@ class RowValues:
         """As :func:`object_bytes`."""
         (item,) = self.columns.items((row,))
         return object_bytes(item, self.planner)
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether there is no memory behind a tensor's elements. An array of it would silently get other memory."""
+    return tensor.layout is torch.strided and not tensor.data_ptr() and tensor.numel() > 0
 
 
 def _is_small(tensor: torch.Tensor, sizes: tuple[int, ...], dtype: torch.dtype | None) -> bool:
@@ -239,6 +244,10 @@ class TensorTarget:
                 "the target is on the meta device and has no memory to load into",
                 tensor=key,
                 remedy="call to_empty(device=...) first, or load with ReshardLoadPlanner, which gives it memory",
+            )
+        if _is_freed(target):
+            raise UnsupportedTensorError(
+                "the target's memory was freed: what is read would be lost", tensor=key, remedy="give its storage memory before the load"
             )
 
 

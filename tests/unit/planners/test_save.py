@@ -548,6 +548,20 @@ def test_a_subclass_may_plan_otherwise_at_each_save(saves: Callable[..., Saves])
         assert entry.properties.dtype == dtype
 
 
+def test_a_method_that_was_patched_in_counts_as_one_of_a_subclass(saves: Callable[..., Saves]) -> None:
+    run = saves(1)
+    planner = run.planners[0]
+    genuine = planner.transform_object
+
+    def doubled(write_item: WriteItem, value: Any) -> Any:
+        return genuine(write_item, value) * (2 if write_item.index.fqn == "b" else 1)
+
+    planner.transform_object = doubled  # type: ignore[method-assign]
+    tied = torch.ones(3)
+    content = run.plan([{"a": tied, "b": tied}]).content()
+    assert {key: value.tolist() for key, value in content.items()} == {"a": [1, 1, 1], "b": [2, 2, 2]}
+
+
 def test_caching_can_be_switched_off(saves: Callable[..., Saves]) -> None:
     run = saves(1, cache_plans=False).plan([model()]).plan([model()])
     assert len(run.local[0].items) == 4
