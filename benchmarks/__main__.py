@@ -8,30 +8,41 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from typing import Any
 
-from benchmarks import pictures, report
+from benchmarks import pictures, readme, report
 from benchmarks.files import remove
 from benchmarks.harness import Row, measure, quiet
+from benchmarks.history import Run, git_state, load_runs, save_run
 from benchmarks.machine import describe
 from benchmarks.options import Options, parse
+from benchmarks.preflight import folder_problem, readme_problem
 from benchmarks.results import RowResult, as_document
 
 __all__ = ["main"]
 
-_FOLDERS = ("out", "disk", "memory")
+_HOME = os.path.dirname(os.path.abspath(__file__))
+_README = os.path.join(_HOME, "README.md")
+_FOLDERS = ("disk", "memory")
+_NOT_SHOWN = (*_FOLDERS, "out", "record")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 1 where an engine of ours has no figure in some case; 2 for a bad command line."""
+    """Exit status: 0; 1 where an engine of ours has no figure in some case; 2 for a bad command line or folder."""
     asked = parse(sys.argv[1:] if arguments is None else arguments)
+    problem = folder_problem(asked) or (readme_problem(_read(_README), asked.rows) if asked.record else "")
+    if problem:
+        print(f"python -m benchmarks: error: {problem}", file=sys.stderr)
+        return 2
     quiet()
     options = replace(
         asked,
         disk=os.path.join(os.path.abspath(asked.disk), f"run-{os.getpid()}"),
         memory=os.path.join(asked.memory, f"dcp-engine-benchmarks-{os.getpid()}") if asked.memory else "",
     )
-    for folder in filter(None, (options.out, options.disk, options.memory)):
-        os.makedirs(folder, exist_ok=True)
+    for folder in filter(None, (options.disk, options.memory)):
+        os.makedirs(folder)
     try:
         rows = _run_all(options)
     finally:
@@ -48,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_all(options: Options) -> list[RowResult]:
     from benchmarks.rows import ROWS
 
-    machine = describe({name: getattr(options, name) for name in _FOLDERS[1:] if getattr(options, name)})
-    shown = {name: value for name, value in asdict(options).items() if name not in _FOLDERS}
+    machine = describe({name: getattr(options, name) for name in _FOLDERS if getattr(options, name)})
+    code = git_state(_HOME)  # before tables and pictures change
     print(f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, load {machine['load_average'][0]:.1f}")
     rows: list[RowResult] = []
     for name in options.rows:
@@ -57,10 +68,10 @@ def _run_all(options: Options) -> list[RowResult]:
         print("\n" + report.row_text(rows[-1]), flush=True)
         # After every row: what was measured survives whatever happens to the next one.
         with open(os.path.join(options.out, "results.json"), "w", encoding="utf-8") as file:
-            json.dump(as_document(rows, machine, shown), file, indent=1)
+            json.dump(as_document(rows, machine, _shown(options)), file, indent=1)
         pictures.draw(rows[-1], options.out)
-    if options.update_readme:
-        _update_readme(rows, machine, options)
+    if options.record:
+        _record(rows, machine, options, code)
     return rows
 
 
@@ -91,25 +102,29 @@ def _say(line: str) -> None:
         print(f"\r\x1b[K{line[:110]}", end="", file=sys.stderr, flush=True)
 
 
-def _update_readme(rows: list[RowResult], machine: dict[str, object], options: Options) -> None:
-    """Tables and pictures of the rows that ran, in place of those of the last run."""
-    home = os.path.dirname(os.path.abspath(__file__))
-    folder = os.path.join(home, "pictures")
-    os.makedirs(folder, exist_ok=True)
+def _record(rows: list[RowResult], machine: dict[str, Any], options: Options, code: str) -> None:
+    """Adds the run to the history, and puts tables and pictures of its rows in place of the last ones."""
+    date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    run = Run.of(rows, date=date, code=code, machine=machine, options=_shown(options))
+    save_run(run, os.path.join(_HOME, "results"))
+    runs = [known for known in load_runs(os.path.join(_HOME, "results")) if known.is_like(run)]
     for row in rows:
-        pictures.draw(row, folder)
-    memory_gb = int(str(machine["memory_bytes"])) / 1e9
-    lines = [
-        f"Measured on {machine['cpu']}, {machine['cores']} cores, {memory_gb:.0f} GB, {machine['kernel']}, Python {machine['python']}, "
-        f"torch {machine['torch']}; file systems {machine['file_systems']}; {options.threads} threads.",
-        "",
-        *(report.row_text(row, pictures="pictures/") for row in rows),
-    ]
-    path = os.path.join(home, "README.md")
+        pictures.draw(row, os.path.join(_HOME, "pictures"))
+    text = _read(_README)
+    for row in rows:
+        text = readme.fill(text, row.name, readme.section(row, runs, "pictures/"))
+    with open(_README, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _shown(options: Options) -> dict[str, Any]:
+    """Options that figures depend on; no paths."""
+    return {name: value for name, value in asdict(options).items() if name not in _NOT_SHOWN}
+
+
+def _read(path: str) -> str:
     with open(path, encoding="utf-8") as file:
-        text = file.read()
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(report.insert_between_markers(text, "\n".join(lines)))
+        return file.read()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from benchmarks.files import remove, size_of
 from benchmarks.memory import available_bytes, peak_during
 from benchmarks.parts import Part
+from benchmarks.private import DCPStorageInfo
 from dcp_engine import BalancedSavePlanner, ReshardLoadPlanner, ShardReader, ShardWriter
 from dcp_engine.storage.dtypes import of_tensor_dtype
 from dcp_engine.storage.envelope import FOOTER_MAGIC, pack_record
@@ -226,10 +227,8 @@ def _written_by_us(cluster: Cluster, rank: int) -> list[WriteResult]:
 
 def _written_by_dcp(plan: SavePlan, rank: int) -> list[WriteResult]:
     """What DCP's file system writer reports: a record an item, with the place in the file."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # the type of its reports has no public name
-
     return [
-        WriteResult(item.index, _CHUNK_BYTES, _StorageInfo(f"__{rank}_0.distcp", number * (_CHUNK_BYTES + 1500), _CHUNK_BYTES + 1500))
+        WriteResult(item.index, _CHUNK_BYTES, DCPStorageInfo(f"__{rank}_0.distcp", number * (_CHUNK_BYTES + 1500), _CHUNK_BYTES + 1500))
         for number, item in enumerate(plan.items)
     ]
 

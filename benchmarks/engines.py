@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks import limits
 from benchmarks.files import fsync_tree
+from benchmarks.private import ZStandardExtension
 from benchmarks.results import Role
 from benchmarks.state import State
 from dcp_engine import BalancedSavePlanner, ReshardLoadPlanner, ShardReader, ShardWriter
@@ -74,29 +75,35 @@ def dcp_engine(*, codec: str, threads: int, name: str = "") -> Engine:
     return Engine(name=name or f"dcp-engine {codec}", role="ours", save=save, load=load)
 
 
-def dcp_stock(*, threads: int, sync: bool = True, durable: bool = True) -> Engine:
+def dcp_stock(*, threads: int, sync: bool = True, durable: bool = True, checksums: bool = True) -> Engine:
     """The installed torch's DCP with its planners.
 
     Args:
         threads: of its writer; its reader has one.
         sync: its ``sync_files``.
         durable: fsync means something where it saves.
+        checksums: CRC-32 over what it writes, as torch does unless it is told not to.
     """
 
     def save(path: str, state: State) -> None:
-        dcp.save(state.nested, storage_writer=FileSystemWriter(path, thread_count=threads, sync_files=sync))
+        torch.serialization.set_crc32_options(checksums)
+        try:
+            dcp.save(state.nested, storage_writer=FileSystemWriter(path, thread_count=threads, sync_files=sync))
+        finally:
+            torch.serialization.set_crc32_options(True)
 
     name = f"DCP, {threads} thread{'s' if threads > 1 else ''}" + ("" if not durable else ", fsync" if sync else ", no fsync")
     note = "" if sync or not durable else "not durable: no part in the ratios"
-    return Engine(name=name, role="dcp", save=save, load=_dcp_load, comparable=sync or not durable, note=note)
+    if not checksums:
+        name, note = f"{name}, no CRC-32", "no checksums: no part in the ratios"
+    return Engine(name=name, role="dcp", save=save, load=_dcp_load, comparable=not note, note=note)
 
 
 def dcp_zstandard(*, threads: int) -> Engine:
     """DCP with its ZStandard extension."""
-    from torch.distributed.checkpoint._extension import ZStandard  # DCP has no public name for it
 
     def save(path: str, state: State) -> None:
-        dcp.save(state.nested, storage_writer=FileSystemWriter(path, thread_count=threads, _extensions=[ZStandard()]))
+        dcp.save(state.nested, storage_writer=FileSystemWriter(path, thread_count=threads, _extensions=[ZStandardExtension()]))
 
     name = f"DCP + ZStandard, {threads} thread{'s' if threads > 1 else ''}"
     return Engine(name=name, role="dcp", save=save, load=_dcp_load, note="its reader has one thread")
@@ -206,27 +213,27 @@ def _torch_checkpointing() -> Engine:
         storage = importlib.import_module("torch_checkpointing.storage.filesystem").LocalFileSystemStorageConfig(use_direct_io=False)
         return module.CheckpointManager(module.CheckpointManager.Config(save=module.SyncCheckpointSaverConfig(), storage_config=storage))
 
-    return Engine(
-        name="torch-checkpointing",
-        role="peer",
-        save=lambda path, state: manager().save(path, state.nested),
-        load=lambda path, state: manager().load(path, into=state.nested),
-        note="synchronous, without its direct I/O, which some file systems refuse",
-        unavailable=_missing("torch-checkpointing"),
-    )
+    def save(path: str, state: State) -> None:
+        manager().save(path, state.nested)
+
+    def load(path: str, state: State) -> None:
+        manager().load(path, into=state.nested)
+
+    note = "synchronous; without its direct I/O, which is slower on tmpfs and fails on ext4"
+    return Engine(name="torch-checkpointing", role="peer", save=save, load=load, note=note, unavailable=_missing("torch-checkpointing"))
 
 
 def _torchsnapshot() -> Engine:
     def module() -> Any:
         return importlib.import_module("torchsnapshot")
 
-    return Engine(
-        name="torchsnapshot",
-        role="peer",
-        save=lambda path, state: module().Snapshot.take(path=path, app_state={"state": module().StateDict(**state.flat)}),
-        load=lambda path, state: module().Snapshot(path).restore({"state": module().StateDict(**state.flat)}),
-        unavailable=_missing("torchsnapshot"),
-    )
+    def save(path: str, state: State) -> None:
+        module().Snapshot.take(path=path, app_state={"state": module().StateDict(**state.flat)})
+
+    def load(path: str, state: State) -> None:
+        module().Snapshot(path).restore({"state": module().StateDict(**state.flat)})
+
+    return Engine(name="torchsnapshot", role="peer", save=save, load=load, unavailable=_missing("torchsnapshot"))
 
 
 def _missing(distribution: str) -> str:

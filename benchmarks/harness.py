@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import multiprocessing
 import time
 import warnings
@@ -11,10 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from benchmarks.budget import Turn, takes_part
 from benchmarks.memory import Reserve, peak_during
 from benchmarks.options import Options
 from benchmarks.results import CaseResult, Claim, Role, SystemResult
@@ -22,8 +25,6 @@ from benchmarks.results import CaseResult, Claim, Role, SystemResult
 __all__ = ["Case", "Facts", "MismatchError", "Row", "System", "in_fresh_process", "measure", "quiet"]
 
 Facts = Mapping[str, float]
-
-_MIN_ROUNDS = 3
 
 
 class MismatchError(Exception):
@@ -50,7 +51,7 @@ class System:
         before: before every run.
         check: after every run: raises MismatchError unless the result is right to the bit; tells facts.
         after: after every run, even one that failed.
-        max_rounds: for what takes minutes.
+        max_rounds: for what takes minutes: fewer than :data:`benchmarks.budget.MIN_ROUNDS` even where it enters a ratio.
         comparable: see :class:`benchmarks.results.SystemResult`.
         note: what a reader has to know.
         unavailable: why it cannot run; empty where it can.
@@ -76,20 +77,22 @@ class Case:
     Attributes:
         name: what is done and where; no two of a row are the same.
         systems: in the order of the tables.
-        rounds: how often each runs.
+        rounds: how often each runs at most; the budget may allow fewer.
+        compared: peers whose time enters a ratio; ours, DCP's and the limits do anyway, where they are comparable.
         nbytes: bytes that a run moves; 0 where bytes are not the point.
         reserve_bytes: memory that a run needs fresh: see :class:`benchmarks.memory.Reserve`.
-        budget_secs: no further round begins after so long, once three are done.
-        measure_memory: peak memory makes sense for these systems.
+        budget_secs: what all rounds may take on two quiet cores, preparations included: see :func:`benchmarks.budget.takes_part`.
+        measure_memory: peak memory makes sense here, and no other case of the row shows the same.
         close: when the case is through: removes its files.
     """
 
     name: str
     systems: list[System]
     rounds: int
+    budget_secs: float = 20.0
+    compared: frozenset[str] = frozenset()
     nbytes: int = 0
     reserve_bytes: int = 0
-    budget_secs: float = 90.0
     measure_memory: bool = True
     close: Callable[[], None] = field(default=_nothing)
 
@@ -123,26 +126,44 @@ def measure(row: Row, case: Case, options: Options, say: Callable[[str], None]) 
     """
     results = {system.name: _empty_result(system) for system in case.systems}
     running = [system for system in case.systems if not system.unavailable]
-    for system in list(running):
+    begin = time.monotonic()
+    for system in running:
         _attempt(results[system.name], system.prepare)
     reserve = Reserve(case.reserve_bytes)
-    begin = time.monotonic()
+    spent: dict[str, list[float]] = {system.name: [] for system in running}
     for number in range(options.rounds or case.rounds):
-        if number >= _MIN_ROUNDS and time.monotonic() - begin > case.budget_secs:
+        chosen = _chosen(case, options, results, spent, case.budget_secs - (time.monotonic() - begin))
+        if not chosen:
             break
-        shift = number % max(1, len(running))  # whoever comes first meets what the last round left: each in turn
+        shift = number % len(running)  # whoever comes first meets what the last round left: each in turn
         for system in running[shift:] + running[:shift]:
-            result = results[system.name]
-            if not result.failure and number < system.max_rounds:
+            if system.name in chosen:
                 say(f"{row.NAME} {case.name}: round {number + 1}, {system.name}")
-                _attempt(result, partial(_one_run, system, result, number, reserve))
+                started = time.monotonic()
+                _attempt(results[system.name], partial(_one_run, system, results[system.name], number, reserve))
+                spent[system.name].append(time.monotonic() - started)
     reserve.release()
     if options.measure_memory and case.measure_memory:
-        for system in running:
-            if not results[system.name].failure:
-                say(f"{row.NAME} {case.name}: memory of {system.name}")
-                results[system.name].peak_bytes = _peak_bytes(row, case, system, options)
+        say(f"{row.NAME} {case.name}: memory")
+        _measure_memory(row, case, results, options)
     return CaseResult(name=case.name, nbytes=case.nbytes, systems=list(results.values()))
+
+
+def _chosen(case: Case, options: Options, results: dict[str, SystemResult], spent: dict[str, list[float]], left_secs: float) -> list[str]:
+    """Who takes part in the next round. Rounds that were asked for by number are given, whatever they take."""
+    turns = [
+        Turn(
+            name=system.name,
+            compared=system.name in case.compared or (system.role != "peer" and system.comparable),
+            rounds=len(spent[system.name]),
+            max_rounds=min(system.max_rounds, options.rounds or case.rounds),
+            # The shortest: the first run of a save is also loaded and compared.
+            secs=min(spent[system.name], default=0.0),
+        )
+        for system in case.systems
+        if system.name in spent and not results[system.name].failure
+    ]
+    return takes_part(turns, left_secs=math.inf if options.rounds else left_secs)
 
 
 def in_fresh_process(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -151,10 +172,14 @@ def in_fresh_process(work: Callable[..., Any], *arguments: Any) -> Any:
     Raises:
         ChildProcessError: it raised, with its message; or it died, out of memory perhaps.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.rows"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.rows"])
+    return _in_process("forkserver", partial(work, *arguments))
+
+
+def _in_process(method: Literal["fork", "forkserver"], work: Callable[[], Any]) -> Any:
+    context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_serve, args=(sender, work, arguments))
+    child = context.Process(target=_serve, args=(sender, work))
     child.start()
     sender.close()
     try:
@@ -173,10 +198,10 @@ def quiet() -> None:
     logging.disable(logging.WARNING)
 
 
-def _serve(sender: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _serve(sender: Connection, work: Callable[[], Any]) -> None:
     quiet()
     try:
-        answer = (True, work(*arguments))
+        answer = (True, work())
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent reports it
         answer = (False, _first_words(error))
     sender.send(answer)
@@ -221,25 +246,40 @@ def _one_run(system: System, result: SystemResult, number: int, reserve: Reserve
         result.facts.setdefault(name, {})[number] = value
 
 
-def _peak_bytes(row: Row, case: Case, system: System, options: Options) -> int | None:
+def _measure_memory(row: Row, case: Case, results: dict[str, SystemResult], options: Options) -> None:
+    """Once for every system that has a figure."""
+    names = [name for name, result in results.items() if result.secs]
     try:
-        peak = in_fresh_process(_peak_of, row.NAME, case.name, system.name, options)
+        peaks = in_fresh_process(_peaks, row.NAME, case.name, names, options)
     except ChildProcessError:
-        return None
-    return int(peak)
+        return  # the machine has no memory for a second state, say: the column stays empty
+    for name, peak in peaks.items():
+        results[name].peak_bytes = peak
 
 
-def _peak_of(row_name: str, case_name: str, system_name: str, options: Options) -> int:
-    """Runs in a process of its own, beside the parent, whose files it uses: what ``prepare`` made is there."""
+def _peaks(row_name: str, case_name: str, names: list[str], options: Options) -> dict[str, int | None]:
+    """Runs in a process of its own, beside the parent, whose files it uses: what ``prepare`` made is there.
+
+    It makes the case once and forks for every system, which so finds the state there and nothing that another run has left.
+    """
     from benchmarks.rows import ROWS
 
-    for case in ROWS[row_name].cases(options):
-        for system in case.systems:
-            if (case.name, system.name) == (case_name, system_name):
-                try:
-                    system.before()
-                    gc.collect()
-                    return peak_during(system.run)
-                finally:
-                    system.after()
-    raise LookupError(f"{row_name} has no {case_name} with {system_name}")
+    torch.set_num_threads(1)  # a pool of threads would not survive the fork
+    case = next(case for case in ROWS[row_name].cases(options) if case.name == case_name)
+    peaks: dict[str, int | None] = {}
+    for system in case.systems:
+        if system.name in names:
+            try:
+                peaks[system.name] = _in_process("fork", partial(_peak_of, system))
+            except ChildProcessError:
+                peaks[system.name] = None
+    return peaks
+
+
+def _peak_of(system: System) -> int:
+    try:
+        system.before()
+        gc.collect()
+        return peak_during(system.run)
+    finally:
+        system.after()

@@ -21,6 +21,8 @@ def save_case(
     target: State,
     *,
     rounds: int,
+    budget_secs: float = 20.0,
+    measure_memory: bool = True,
     count_bytes: bool = True,
     max_rounds: dict[str, int] | None = None,
 ) -> Case:
@@ -32,7 +34,9 @@ def save_case(
         place: where to save.
         state: what is saved.
         target: tensors of the same shapes, to check with.
-        rounds: how often each saves.
+        rounds: how often each saves at most.
+        budget_secs: see :class:`benchmarks.harness.Case`, as for the next one.
+        measure_memory: as there.
         count_bytes: bytes are the point: show them a second.
         max_rounds: engine -> rounds, for those that take minutes.
     """
@@ -64,6 +68,8 @@ def save_case(
         name=name,
         systems=[system(engine) for engine in engines],
         rounds=rounds,
+        budget_secs=budget_secs,
+        measure_memory=measure_memory,
         nbytes=state.nbytes if count_bytes else 0,
         reserve_bytes=state.nbytes + state.nbytes // 4,
         close=lambda: remove(place.path(name)),
@@ -78,6 +84,9 @@ def load_case(
     target: State,
     *,
     rounds: int,
+    budget_secs: float = 20.0,
+    measure_memory: bool = True,
+    compared: frozenset[str] = frozenset(),
     count_bytes: bool = True,
     cold: bool = False,
     max_rounds: dict[str, int] | None = None,
@@ -90,7 +99,10 @@ def load_case(
         place: where to save.
         state: what is saved.
         target: what is loaded into.
-        rounds: how often each loads.
+        rounds: how often each loads at most.
+        budget_secs: see :class:`benchmarks.harness.Case`, as for the next two.
+        measure_memory: as there.
+        compared: as there.
         count_bytes: bytes are the point: show them a second.
         cold: drop the files from the page cache before every load.
         max_rounds: engine -> rounds, for those that take minutes.
@@ -127,6 +139,9 @@ def load_case(
         name=name,
         systems=[system(engine) for engine in engines],
         rounds=rounds,
+        budget_secs=budget_secs,
+        measure_memory=measure_memory,
+        compared=compared,
         nbytes=state.nbytes if count_bytes else 0,
         reserve_bytes=state.nbytes // 4,
         close=lambda: remove(place.path(name)),

@@ -12,6 +12,7 @@ __all__ = ["ROW_NAMES", "Options", "parse"]
 ROW_NAMES = ("F1", "F2", "F3", "F4", "F5", "F6", "F9")
 """Rows that there are modules for, in the order in which they run."""
 
+_COUNTS = ("state_mb", "rounds", "ranks", "tensors", "threads")
 _DEFAULT_STATE_MB = 1200
 _QUICK_STATE_MB = 24
 
@@ -27,12 +28,12 @@ class Options:
         disk: folder on a disk, for what the rows save there.
         memory: folder on a tmpfs; empty where there is none.
         state_bytes: bytes of the state that F1 to F3 move.
-        rounds: rounds of every case; 0: what the row thinks right.
+        rounds: rounds of every case, whatever they take; 0: what the row allows and its seconds are enough for.
         ranks: ranks of F6's largest cluster; 0: what the row thinks right.
         tensors: tensors of F6.
         threads: threads of every engine that has such an option, and of the physical limits.
-        measure_memory: also run every system once on its own, to see how much memory it needs.
-        update_readme: put the tables into ``benchmarks/README.md``.
+        measure_memory: also run systems once on their own, to see how much memory they need.
+        record: add the figures to ``benchmarks/results`` and put tables and pictures into ``benchmarks/README.md``.
     """
 
     rows: tuple[str, ...]
@@ -46,7 +47,7 @@ class Options:
     tensors: int
     threads: int
     measure_memory: bool
-    update_readme: bool
+    record: bool
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -57,16 +58,13 @@ def parse(arguments: Sequence[str]) -> Options:
     """
     parser = _parser()
     given = parser.parse_args(arguments)
-    for name in ("state_mb", "tensors", "threads"):
+    for name in _COUNTS:
         if getattr(given, name) is not None and getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, and is {getattr(given, name)}")
-    for name in ("rounds", "ranks"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            parser.error(f"--{name} must be at least 1, and is {getattr(given, name)}")
     if given.memory and not os.path.isdir(given.memory):
         parser.error(f"--memory {given.memory}: no such folder; name a tmpfs, or '' for none")
-    if given.quick and given.readme:
-        parser.error("--readme would show figures of --quick, which mean nothing: leave one of the two out")
+    if given.readme:
+        _refuse_partial(parser, given)
     state_mb = given.state_mb or (_QUICK_STATE_MB if given.quick else _DEFAULT_STATE_MB)
     return Options(
         rows=given.rows,
@@ -80,8 +78,17 @@ def parse(arguments: Sequence[str]) -> Options:
         tensors=given.tensors or (50 if given.quick else 2000),
         threads=given.threads,
         measure_memory=not given.no_memory,
-        update_readme=given.readme,
+        record=given.readme,
     )
+
+
+def _refuse_partial(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Only runs of the same work may stand side by side."""
+    if given.quick:
+        parser.error("--readme would show figures of --quick, which mean nothing: leave one of the two out")
+    other = [f"--{name.replace('_', '-')}" for name in ("state_mb", "rounds", "ranks", "tensors") if getattr(given, name) is not None]
+    if other:
+        parser.error(f"--readme records runs of the full size, which can be compared: leave {' and '.join(other)} out")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,12 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--disk", default=os.path.join("build", "benchmarks-disk"), help="folder on the disk to measure (default: %(default)s)")
     add("--memory", default="/dev/shm" if os.path.isdir("/dev/shm") else "", help="folder on a tmpfs, '' for none (default: '%(default)s')")
     add("--state-mb", type=int, help=f"size of the state of F1 to F3 (default: {_DEFAULT_STATE_MB}; quick: {_QUICK_STATE_MB})")
-    add("--rounds", type=int, help="rounds of every case (default: the row's own)")
+    add("--rounds", type=int, help="rounds of every case, whatever they take (default: what the row's seconds allow)")
     add("--ranks", type=int, help="ranks of F6's largest cluster (default: 1024; quick: 16)")
     add("--tensors", type=int, help="tensors of F6 (default: 2000; quick: 50)")
     add("--threads", type=int, default=2, help="threads of every engine that has such an option (default: %(default)s)")
-    add("--no-memory", action="store_true", help="do not measure peak memory, which runs every system once more")
-    add("--readme", action="store_true", help="put the tables into benchmarks/README.md")
+    add("--no-memory", action="store_true", help="do not measure peak memory, which runs systems once more")
+    add("--readme", action="store_true", help="record the figures in benchmarks/results, tables and pictures in benchmarks/README.md")
     return parser
 
 

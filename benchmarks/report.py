@@ -1,4 +1,4 @@
-"""Tables: on the terminal while it runs, and in benchmarks/README.md between two markers."""
+"""Tables of what was measured, in Markdown that a terminal shows well too."""
 
 from __future__ import annotations
 
@@ -6,23 +6,12 @@ from typing import Any
 
 from benchmarks.results import CaseResult, Claim, RowResult, SystemResult
 
-__all__ = ["BEGIN", "END", "case_table", "claims_table", "insert_between_markers", "row_text", "summary"]
-
-BEGIN = "<!-- newest results: begin -->"
-END = "<!-- newest results: end -->"
+__all__ = ["bound", "case_table", "claims_table", "row_text", "summary", "table"]
 
 
-def row_text(row: RowResult, *, pictures: str = "") -> str:
-    """One row as Markdown: claims, a table a case, notes.
-
-    Args:
-        row: what was measured.
-        pictures: link prefix of the row's picture; empty for none.
-    """
-    lines = [f"### {row.name}: {row.title}", ""]
-    if pictures:
-        lines += [f"![{row.name}]({pictures}{row.name}.png)", ""]
-    lines += [claims_table(row.claims), ""]
+def row_text(row: RowResult) -> str:
+    """One row: claims, a table a case, notes."""
+    lines = [f"### {row.name}: {row.title}", "", claims_table(row.claims), ""]
     for case in row.cases:
         lines += [f"**{case.name}**" + (f", {case.nbytes / 1e6:,.0f} MB" if case.nbytes else ""), "", case_table(case), ""]
     lines += [f"- {note}" for note in row.notes]
@@ -33,21 +22,27 @@ def claims_table(claims: list[Claim]) -> str:
     """The row's figures: reach, measured, spread, whether it holds."""
     cells = [["figure", "reach", "measured", "rounds' spread", ""]]
     for claim in claims:
-        bound = f"{'<=' if claim.at_most else '>='} {claim.reach:.3g}"
         measured = "-" if claim.measured is None else f"{claim.measured:.3g}"
         rounds = "" if claim.low is None or claim.high is None else f"{claim.low:.3g} to {claim.high:.3g}"
         holds = {None: "not measured", True: "holds", False: "short"}[claim.holds]
-        cells.append([claim.text, bound, measured, rounds, holds])
-    return _table(cells)
+        text = claim.text + (f" ({claim.detail})" if claim.detail else "")
+        cells.append([text, bound(claim), measured, rounds, holds])
+    return table(cells)
+
+
+def bound(claim: Claim) -> str:
+    """The figure to reach, with its direction."""
+    return f"{'<=' if claim.at_most else '>='} {claim.reach:.3g}"
 
 
 def case_table(case: CaseResult) -> str:
-    """The systems of a case: time with spread, speed, times ours, stored bytes, peak memory, and why there is no figure."""
+    """The systems of a case: time with spread and rounds, speed, times ours, stored bytes, peak memory, and why there is no figure."""
     facts = _facts_shown(case)
     heads = [
         "system",
         "median s",
         "min to max",
+        "rounds",
         *(["GB/s"] if case.nbytes else []),
         "x ours",
         *(label for label, _, _ in facts),
@@ -57,7 +52,7 @@ def case_table(case: CaseResult) -> str:
     cells = [heads]
     for system in case.systems:
         cells.append(_system_cells(case, system, facts))
-    return _table(cells)
+    return table(cells)
 
 
 def summary(rows: list[RowResult]) -> str:
@@ -67,19 +62,6 @@ def summary(rows: list[RowResult]) -> str:
     short = [claim.text for claim in claims if claim.holds is False]
     unknown = sum(claim.holds is None for claim in claims)
     return f"{held} of {len(claims)} figures hold, {len(short)} are short, {unknown} were not measured"
-
-
-def insert_between_markers(text: str, section: str) -> str:
-    """The document with the section in place of what was between the markers.
-
-    Raises:
-        ValueError: a marker is missing, twice there, or they are the wrong way round.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after or END in before:
-        raise ValueError(f"the document must hold {BEGIN!r} and after it {END!r}, once each")
-    return f"{before}{BEGIN}\n\n{section.strip()}\n\n{END}{after}"
 
 
 _MAX_REMARK = 160
@@ -121,6 +103,7 @@ def _system_cells(case: CaseResult, system: SystemResult, facts: list[tuple[str,
             system.name,
             "-",
             "",
+            "",
             *([""] if case.nbytes else []),
             "",
             *("" for _ in facts),
@@ -128,7 +111,7 @@ def _system_cells(case: CaseResult, system: SystemResult, facts: list[tuple[str,
             (system.failure or "no round")[:_MAX_REMARK],
         ]
     times = case.times_faster(system)
-    cells = [system.name, f"{time.median:.4g}", f"{time.low:.4g} to {time.high:.4g}"]
+    cells = [system.name, f"{time.median:.4g}", f"{time.low:.4g} to {time.high:.4g}", str(time.num)]
     if case.nbytes:
         cells.append(f"{case.nbytes / time.median / 1e9:.2f}")
     cells.append("" if times is None else f"{times.median:.2f}")
@@ -144,7 +127,7 @@ def _system_cells(case: CaseResult, system: SystemResult, facts: list[tuple[str,
     return [*cells, "" if peak is None else f"{peak / 1e6:,.0f}", system.note]
 
 
-def _table(cells: list[list[str]]) -> str:
+def table(cells: list[list[str]]) -> str:
     """Markdown that also reads well as plain text."""
     widths = [max(3, *(len(line[column]) for line in cells)) for column in range(len(cells[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]

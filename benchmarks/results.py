@@ -82,12 +82,13 @@ class Claim:
     """A figure to reach against what was measured.
 
     Attributes:
-        text: what is compared.
+        text: what is compared: the same words in every run, which is how runs are put side by side.
         reach: the figure to reach.
         measured: what it is; None where it could not be measured.
         at_most: the figure is an upper bound.
         low: worst of the rounds, where there are rounds.
         high: best of the rounds.
+        detail: what may differ from run to run: who was the best peer, say.
     """
 
     text: str
@@ -96,6 +97,7 @@ class Claim:
     at_most: bool = False
     low: float | None = None
     high: float | None = None
+    detail: str = ""
 
     @property
     def holds(self) -> bool | None:
@@ -105,11 +107,11 @@ class Claim:
         return self.measured <= self.reach if self.at_most else self.measured >= self.reach
 
     @classmethod
-    def of_ratio(cls, text: str, reach: float, measured: Spread | None) -> Claim:
+    def of_ratio(cls, text: str, reach: float, measured: Spread | None, *, detail: str = "") -> Claim:
         """From the ratios of rounds."""
         if measured is None:
-            return cls(text, reach, None)
-        return cls(text, reach, measured.median, low=measured.low, high=measured.high)
+            return cls(text, reach, None, detail=detail)
+        return cls(text, reach, measured.median, low=measured.low, high=measured.high, detail=detail)
 
 
 @dataclass(slots=True, kw_only=True)

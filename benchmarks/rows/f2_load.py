@@ -18,6 +18,7 @@ __all__ = ["LoadRaw"]
 
 _WARM = "warm load"
 _COLD = "cold load"
+_MAPPED = ("safetensors", "torch.load mmap")
 
 
 class LoadRaw:
@@ -30,11 +31,21 @@ class LoadRaw:
         """tmpfs, disk with its files cached, disk with its files dropped from the cache."""
         state = mixed_state(options)
         target = state.empty_like()
-        for place in places(options):
+        where = places(options)
+        for place in where:
             for cold in (False, True) if place.durable else (False,):
-                name = f"{_COLD if cold else _WARM} from {place.name}"
-                rounds = 2 if options.quick else 3 if cold else 5
-                yield load_case(name, _engines(options, state), place, state, target, rounds=rounds, cold=cold)
+                yield load_case(
+                    f"{_COLD if cold else _WARM} from {place.name}",
+                    _engines(options, state),
+                    place,
+                    state,
+                    target,
+                    rounds=2 if options.quick else 5,
+                    budget_secs=50 if cold else 40,
+                    measure_memory=place is where[0] and not cold,
+                    compared=frozenset(_MAPPED),
+                    cold=cold,
+                )
 
     def claims(self, results: list[CaseResult]) -> list[Claim]:
         """Against DCP, against those who map the file, and against plain pread."""
@@ -43,7 +54,7 @@ class LoadRaw:
             cold = case.name.startswith(_COLD)
             claims.append(Claim.of_ratio(f"{case.name}: times DCP", 1.7 if cold else 3.5, case.times_faster(case.best("dcp"))))
             if not cold:
-                for name in ("safetensors", "torch.load mmap"):
+                for name in _MAPPED:
                     claims.append(Claim.of_ratio(f"{case.name}: times {name}", 1.0, case.times_faster(case.named(name))))
                 pread = next((system for system in case.systems if system.name.startswith("plain pread") and system.secs), None)
                 claims.append(Claim.of_ratio(f"{case.name}: share of plain pread", 0.85, case.times_faster(pread)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -96,9 +97,22 @@ def test_a_system_may_tell_its_own_time() -> None:
     assert (found.secs, found.facts) == ({0: 42.0}, {"chunks": {0: 5.0}})
 
 
-def test_no_round_begins_after_the_budget_once_three_are_done() -> None:
-    (found,) = run(Case(name="c", systems=[System(name="a", role="ours")], rounds=50, budget_secs=0.0)).systems
-    assert len(found.secs) == 3
+def test_without_seconds_only_what_enters_a_ratio_runs_three_times() -> None:
+    systems = [
+        System(name="ours", role="ours"),
+        System(name="dcp", role="dcp"),
+        System(name="not durable", role="dcp", comparable=False),
+        System(name="peer", role="peer"),
+        System(name="compared peer", role="peer"),
+    ]
+    found = run(Case(name="c", systems=systems, rounds=50, budget_secs=0.0, compared=frozenset({"compared peer"}))).systems
+    assert [len(system.secs) for system in found] == [3, 3, 1, 1, 3]
+
+
+def test_rounds_that_were_asked_for_are_given_whatever_they_take() -> None:
+    case = Case(name="c", systems=[System(name="a", role="peer")], rounds=2, budget_secs=0.0)
+    (found,) = measure(OneRow(), case, replace(OPTIONS, rounds=4), lambda line: None).systems
+    assert len(found.secs) == 4
 
 
 def test_a_fresh_process_returns_values_and_reports_errors() -> None:

@@ -14,7 +14,7 @@ def test_without_arguments_every_row_runs_with_the_states_of_the_design(tmp_path
     assert options.rows == ("F1", "F2", "F3", "F4", "F5", "F6", "F9")
     assert (options.state_bytes, options.tensors, options.threads) == (1_200_000_000, 2000, 2)
     assert (options.rounds, options.ranks) == (0, 0)
-    assert (options.quick, options.update_readme, options.measure_memory) == (False, False, True)
+    assert (options.quick, options.record, options.measure_memory) == (False, False, True)
 
 
 def test_rows_are_taken_in_their_own_order_once_each_and_in_any_case() -> None:
@@ -49,6 +49,8 @@ def test_no_tmpfs_is_a_choice() -> None:
         (["--state-mb", "much"], ["--state-mb", "much"]),
         (["--memory", "/no/such/folder"], ["/no/such/folder", "no such folder"]),
         (["--quick", "--readme"], ["--readme", "--quick"]),
+        (["--state-mb", "5", "--rounds", "9", "--readme"], ["--readme", "leave --state-mb and --rounds out"]),
+        (["--rounds", "-2"], ["--rounds must be at least 1", "-2"]),
     ],
 )
 def test_what_cannot_be_measured_is_refused_naming_what_is_valid(

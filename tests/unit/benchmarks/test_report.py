@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.report import BEGIN, END, case_table, claims_table, insert_between_markers, summary
+from benchmarks.report import case_table, claims_table, summary
 from benchmarks.results import CaseResult, Claim, RowResult, SystemResult, as_document
 from benchmarks.stats import Spread
 
@@ -58,17 +58,17 @@ def test_a_claim_of_ratios_keeps_their_spread() -> None:
 def test_a_case_is_a_line_for_every_system_and_says_why_one_has_no_figure() -> None:
     lines = case_table(make_case()).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == ["system", "median s", "min to max", "GB/s", "x ours", "stored", "peak MB", "remarks"]
-    assert cells[2] == ["ours", "1", "1 to 2", "2.00", "1.00", "0.500", "", ""]
-    assert cells[4] == ["DCP b", "2", "2 to 6", "1.00", "2.00", "", "5", ""]
-    assert cells[6] == ["other", "-", "", "", "", "", "", "not installed: pip install other"]
+    assert cells[0] == ["system", "median s", "min to max", "rounds", "GB/s", "x ours", "stored", "peak MB", "remarks"]
+    assert cells[2] == ["ours", "1", "1 to 2", "3", "2.00", "1.00", "0.500", "", ""]
+    assert cells[4] == ["DCP b", "2", "2 to 6", "3", "1.00", "2.00", "", "5", ""]
+    assert cells[6] == ["other", "-", "", "", "", "", "", "", "not installed: pip install other"]
     assert len({len(line) for line in lines}) == 1
 
 
 def test_claims_say_bound_figure_and_outcome() -> None:
-    lines = claims_table([Claim("a", 2.0, 3.0, low=1.0, high=4.0), Claim("b", 0.5, None, at_most=True)]).splitlines()
+    lines = claims_table([Claim("a", 2.0, 3.0, low=1.0, high=4.0, detail="DCP b"), Claim("b", 0.5, None, at_most=True)]).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[2] == ["a", ">= 2", "3", "1 to 4", "holds"]
+    assert cells[2] == ["a (DCP b)", ">= 2", "3", "1 to 4", "holds"]
     assert cells[3] == ["b", "<= 0.5", "-", "", "not measured"]
 
 
@@ -80,16 +80,3 @@ def test_results_survive_json_with_every_round() -> None:
     assert (case["systems"][0]["median_secs"], case["systems"][4]["median_secs"]) == (1.0, None)
     assert document["rows"][0]["claims"][0]["holds"] is True
     assert summary([row]) == "1 of 1 figures hold, 0 are short, 0 were not measured"
-
-
-def test_tables_replace_what_was_between_the_markers() -> None:
-    text = f"head\n{BEGIN}\nold\n{END}\ntail\n"
-    once = insert_between_markers(text, "new\n")
-    assert once == f"head\n{BEGIN}\n\nnew\n\n{END}\ntail\n"
-    assert insert_between_markers(once, "new\n") == once
-
-
-@pytest.mark.parametrize("text", ["no markers", BEGIN, f"{END} {BEGIN}", f"{BEGIN} {BEGIN} {END}", f"{BEGIN} {END} {END}"])
-def test_a_document_without_one_pair_of_markers_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="once each"):
-        insert_between_markers(text, "new")
