@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -115,5 +115,5 @@ def _run(config: TrainingConfig, seed: int) -> Iterator[dict[str, NDArray[np.flo
             }
 
 
-def _flat(tensors: list[torch.Tensor]) -> NDArray[np.float32]:
+def _flat(tensors: Sequence[torch.Tensor]) -> NDArray[np.float32]:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).numpy()

@@ -23,6 +23,7 @@ __all__ = ["Slice"]
 
 _PARTS = 64
 _KEY = "model.weight"
+_RAW = "not compressed"
 
 
 class Slice:
@@ -97,6 +98,7 @@ def _case(place: Place, state: State, options: Options, *, cold: bool) -> Case:
             before=before,
             run=lambda: load(path),
             check=check,
+            comparable=note != _RAW,
             note=note,
             unavailable=unavailable,
         )
@@ -121,7 +123,7 @@ def _case(place: Place, state: State, options: Options, *, cold: bool) -> Case:
         systems=[
             system(ours.name, "ours", ours.save, from_ours),
             system(stock.name, "dcp", stock.save, from_dcp),
-            system(safetensors.name, "peer", safetensors.save, from_safetensors, "not compressed", safetensors.unavailable),
+            system(safetensors.name, "peer", safetensors.save, from_safetensors, _RAW, safetensors.unavailable),
         ],
         rounds=2 if options.quick else 5,
         nbytes=expected.nbytes,
