@@ -22,11 +22,13 @@ def save_case(
     *,
     rounds: int,
     budget_secs: float = 20.0,
-    measure_memory: bool = True,
+    measure_memory: bool = False,
+    compared: frozenset[str] = frozenset(),
+    keep: bool = False,
     count_bytes: bool = True,
     max_rounds: dict[str, int] | None = None,
 ) -> Case:
-    """Every engine saves the same state to a new path. The first save of each is loaded and compared.
+    """Every engine saves the same state to a new path. The first save of each is loaded and compared, here or in the case that loads it.
 
     Args:
         name: of the case.
@@ -35,8 +37,10 @@ def save_case(
         state: what is saved.
         target: tensors of the same shapes, to check with.
         rounds: how often each saves at most.
-        budget_secs: see :class:`benchmarks.harness.Case`, as for the next one.
+        budget_secs: see :class:`benchmarks.harness.Case`, as for the next two.
         measure_memory: as there.
+        compared: as there.
+        keep: leave the last saves to the case that is made next, by :func:`load_case` with this one's name; it compares them.
         count_bytes: bytes are the point: show them a second.
         max_rounds: engine -> rounds, for those that take minutes.
     """
@@ -51,7 +55,7 @@ def save_case(
             engine.begin()
 
         def check() -> Facts:
-            if not checked:
+            if not checked and not keep:
                 scramble(target)
                 engine.load(path, target)
                 check_same(target, state)
@@ -60,7 +64,8 @@ def save_case(
 
         def after() -> None:
             engine.end()
-            remove(path)
+            if not keep:
+                remove(path)
 
         return _system(engine, run=lambda: engine.save(path, state), before=before, check=check, after=after, max_rounds=max_rounds)
 
@@ -70,9 +75,10 @@ def save_case(
         rounds=rounds,
         budget_secs=budget_secs,
         measure_memory=measure_memory,
+        compared=compared,
         nbytes=state.nbytes if count_bytes else 0,
         reserve_bytes=state.nbytes + state.nbytes // 4,
-        close=lambda: remove(place.path(name)),
+        close=lambda: None if keep else remove(place.path(name)),
     )
 
 
@@ -85,13 +91,16 @@ def load_case(
     *,
     rounds: int,
     budget_secs: float = 20.0,
-    measure_memory: bool = True,
+    measure_memory: bool = False,
     compared: frozenset[str] = frozenset(),
+    saved_in: str = "",
     count_bytes: bool = True,
     cold: bool = False,
     max_rounds: dict[str, int] | None = None,
 ) -> Case:
     """Every engine loads the state, which it has saved itself, into the same tensors; every load is compared.
+
+    Who has no save from the case before makes one.
 
     Args:
         name: of the case.
@@ -103,19 +112,20 @@ def load_case(
         budget_secs: see :class:`benchmarks.harness.Case`, as for the next two.
         measure_memory: as there.
         compared: as there.
+        saved_in: name of the case whose saves are there.
         count_bytes: bytes are the point: show them a second.
         cold: drop the files from the page cache before every load.
         max_rounds: engine -> rounds, for those that take minutes.
     """
 
     def system(engine: Engine) -> System:
-        path = place.path(name, engine.name)
+        path = place.path(saved_in or name, engine.name)
         read = [0, 0]
 
         def prepare() -> None:
-            remove(path)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            engine.save(path, state)
+            if not os.path.exists(path):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                engine.save(path, state)
             if os.path.exists(path):
                 fsync_tree(path)
 
@@ -144,7 +154,7 @@ def load_case(
         compared=compared,
         nbytes=state.nbytes if count_bytes else 0,
         reserve_bytes=state.nbytes // 4,
-        close=lambda: remove(place.path(name)),
+        close=lambda: remove(place.path(saved_in or name)),
     )
 
 

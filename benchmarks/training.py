@@ -59,13 +59,13 @@ QUICK = TrainingConfig(width=128, layers=2, window_bytes=64, batch=4, seeds=1, w
 def trained_values(config: TrainingConfig) -> dict[str, NDArray[np.float32]]:
     """For each of :data:`KINDS`, the values of all checkpoints of all runs, one tensor after the other; float32, one dimension.
 
-    The arrays are copies on the heap. Weights are row-major as the model holds them.
+    The arrays are mapped from their files, to be copied from: only what is taken is read. Weights are row-major as the model holds them.
     """
     key = hashlib.sha256(repr((_VERSION, astuple(config))).encode()).hexdigest()[:16]
     folder = os.path.join(tempfile.gettempdir(), f"dcp-engine-trained-{key}")
     if not os.path.isdir(folder):
         _train_into(folder, config)
-    return {kind: np.load(os.path.join(folder, f"{kind}.npy")) for kind in KINDS}
+    return {kind: np.load(os.path.join(folder, f"{kind}.npy"), mmap_mode="r") for kind in KINDS}
 
 
 def _train_into(folder: str, config: TrainingConfig) -> None:

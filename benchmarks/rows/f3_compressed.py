@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.engines import Engine, dcp_engine, dcp_zstandard, version_of
-from benchmarks.files import Place, places
+from benchmarks.files import places
 from benchmarks.harness import Case, Facts, MismatchError, System
 from benchmarks.moves import load_case, save_case
 from benchmarks.options import Options
@@ -37,18 +37,15 @@ class Compressed:
         rounds = 2 if options.quick else 5
         for dtype, state in _states(options):
             target = state.empty_like()
-            for does, place in _moves(dtype, options):
-                make = save_case if does == "save to" else load_case
-                yield make(
-                    f"{dtype} {does} {place.name}",
-                    _engines(options),
-                    place,
-                    state,
-                    target,
-                    rounds=rounds,
-                    budget_secs=25 if dtype == "fp32" else 12,
-                    measure_memory=dtype == "fp32" and place == places(options)[0],
-                )
+            first, *others = places(options)
+            save, load = f"{dtype} save to {first.name}", f"{dtype} warm load from {first.name}"
+            engines = _engines(options)
+            secs, memory = (25, True) if dtype == "fp32" else (12, False)
+            yield save_case(save, engines, first, state, target, rounds=rounds, budget_secs=secs, measure_memory=memory, keep=True)
+            yield load_case(load, engines, first, state, target, rounds=rounds, budget_secs=secs, measure_memory=memory, saved_in=save)
+            # Elsewhere only what differs: a warm load does not, and bf16 shows what fp32 has shown.
+            for place in others if dtype == "fp32" else []:
+                yield save_case(f"{dtype} save to {place.name}", engines, place, state, target, rounds=rounds, budget_secs=secs)
         weights = large_tensor(options, 2 * (4 << 20 if options.quick else _CODEC_BYTES)).to(torch.bfloat16)
         yield _codec_case("bf16 codec alone, 1 thread: encode", weights, rounds, decode=False)
         yield _codec_case("bf16 codec alone, 1 thread: decode", weights, rounds, decode=True)
@@ -93,15 +90,6 @@ def _ratio_claims(case: CaseResult) -> list[Claim]:
 def _states(options: Options) -> Iterator[tuple[str, State]]:
     yield "fp32", mixed_state(options)
     yield "bf16", weights_state(options)
-
-
-def _moves(dtype: str, options: Options) -> Iterator[tuple[str, Place]]:
-    """Both ways at the first place. At the second only what differs there: a warm load does not, and bf16 shows what fp32 has shown."""
-    first, *others = places(options)
-    yield "save to", first
-    yield "warm load from", first
-    if dtype == "fp32":
-        yield from (("save to", place) for place in others)
 
 
 def _engines(options: Options) -> list[Engine]:
