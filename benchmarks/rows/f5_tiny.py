@@ -40,8 +40,33 @@ class Tiny:
             }
             rounds = 2 if options.quick else 5
             writers = [engine for engine in engines if "mmap" not in engine.name]  # it saves as torch.save does
-            yield save_case(f"save {num:,} tensors", writers, place, state, target, rounds=rounds, count_bytes=False, max_rounds=slow)
-            yield load_case(f"load {num:,} tensors", engines, place, state, target, rounds=rounds, count_bytes=False, max_rounds=slow)
+            save, memory, compared = f"save {num:,} tensors", num == sizes[0], frozenset({"safetensors"})
+            yield save_case(
+                save,
+                writers,
+                place,
+                state,
+                target,
+                rounds=rounds,
+                measure_memory=memory,
+                compared=compared,
+                keep=True,
+                count_bytes=False,
+                max_rounds=slow,
+            )
+            yield load_case(
+                f"load {num:,} tensors",
+                engines,
+                place,
+                state,
+                target,
+                rounds=rounds,
+                measure_memory=memory,
+                compared=compared,
+                saved_in=save,
+                count_bytes=False,
+                max_rounds=slow,
+            )
 
     def claims(self, results: list[CaseResult]) -> list[Claim]:
         """Against DCP and safetensors."""

@@ -95,7 +95,7 @@ def _case(ranks: int, options: Options, *, asked_for: bool) -> Case:
             role="ours" if engine == "ours" else "dcp",
             run=run,
             unavailable=left_out,
-            max_rounds=1 if large and engine == "dcp" else 1000,
+            max_rounds=1 if engine == "dcp" and num_chunks > 50_000 else 1000,
         )
 
     return Case(

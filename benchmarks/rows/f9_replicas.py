@@ -49,7 +49,7 @@ class Replicas:
                 yield Case(
                     name=name,
                     systems=systems,
-                    rounds=1 if options.quick else 3,
+                    rounds=1 if options.quick else 2,  # the figures are bytes
                     nbytes=_nbytes(small),
                     measure_memory=False,
                     close=lambda name=name: remove(place.path(name)),  # type: ignore[misc]
