@@ -47,7 +47,7 @@ def folder_problem(options: Options) -> str:
         if free < needs:
             return (
                 f"{option} {folder}: {free / 1e9:.1f} GB are free, and {', '.join(options.rows)} need about {needs / 1e9:.1f} GB; "
-                "name another folder, fewer --rows or a smaller --state-mb"
+                f"name another folder{', none by an empty name' if option == '--memory' else ''}, fewer --rows or a smaller --state-mb"
             )
     return ""
 
