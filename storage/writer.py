@@ -81,7 +81,7 @@ class ShardWriter(StorageWriter):
     Args:
         path: directory or URL of the checkpoint, for instance ``runs/7/step-00000100`` or ``s3://bucket/run/step-00000100``. ``None``: it
             must come as ``checkpoint_id`` of ``dcp.save``.
-        codec: ``"planes"`` (byte planes and zstd for floats, zstd for the rest), ``"zstd"``, ``"raw"``, or ``"auto"``: planes as long as
+        codec: ``"planes"`` (the exponents of floats compressed; zstd for all else), ``"zstd"``, ``"raw"``, or ``"auto"``: planes as long as
             that makes the save faster, by what it measures of the codec and the storage meanwhile, else raw. Where the speed of the storage
             cannot be seen (object stores, systems other than Linux), ``"auto"`` compresses. What does not shrink is raw with any of them.
         size_target: with ``"auto"``, a share of the raw bytes, from 0 to 1: it compresses, even if that takes longer, while what a file

@@ -48,6 +48,13 @@ def weights(code: int, num_elements: int) -> Bytes:
     return data.reshape(-1)
 
 
+def moments(num_elements: int) -> Bytes:
+    """float32 as second moments have them: never negative, exponents of few values, some rows of zeros."""
+    index = np.arange(num_elements)
+    values = noise(4 * num_elements).view("<u4") & 0x7FFFFF | (100 + index % 7) << 23
+    return np.where(index % 1000 < 20, 0, values).astype("<u4").view(np.uint8)
+
+
 def float_steps(num_elements: int) -> Bytes:
     """float32: 1.0, but for every 100,000th element, which is minus its own index."""
     values = np.ones(num_elements, dtype="<f4")
@@ -99,6 +106,7 @@ def entries() -> dict[str, tuple[int, tuple[int, ...], bytes]]:
     add("", 2, (3,), pattern(2, 3))
     add("opaque", OPAQUE, (len(OPAQUE_BYTES),), np.frombuffer(OPAQUE_BYTES, dtype=np.uint8))
     add("opaque.nothing", OPAQUE, (0,), np.zeros(0, dtype=np.uint8))
+    add("moments", 18, (32_797,), moments(32_797))
     return found
 
 

@@ -65,6 +65,7 @@ class Checkpoint:
     aliases: dict[str, str]
     files: list[str]
     codecs_of_dtypes: set[tuple[int, int]]
+    heads_of_planes: list[bytes]
 
 
 # --- sections 4 and 5
@@ -197,6 +198,8 @@ def decode(codec: int, stored: bytes, raw: int, dtype: int) -> bytes:
         return frame(stored, raw)
     width = PLANES[dtype]
     count = raw // width
+    if stored[1] == 0 and width in (2, 4):
+        return unpair(stored, count, width)
     rule(raw == count * width and stored[0] == width and stored[2:4] == b"\0\0", "header of planes")
     mask, lengths = stored[1], struct.unpack_from(f"<{width}I", stored, 4)
     rule(0 < mask < 1 << width and 4 + 4 * width + sum(lengths) == len(stored), "mask and lengths of planes")
@@ -212,6 +215,43 @@ def decode(codec: int, stored: bytes, raw: int, dtype: int) -> bytes:
         upper = upper >> 1 | upper << 15
         planes[:, -2], planes[:, -1] = upper & 255, upper >> 8
     return planes.tobytes()
+
+
+def unpair(stored: bytes, count: int, width: int) -> bytes:
+    """The paired layout, float by float."""
+    pairs = 8 * (count // 16)
+    found, _, base, folded, length, listed, zero = struct.unpack_from("<BBBBIII", stored)
+    rule(found == width and base <= 240 and folded <= 1 and zero == 0 and pairs >= 8 and listed <= pairs / 4, "header of the paired layout")
+    words = 2 * pairs if width == 4 else 0
+    rests = pairs // 8 * 7 if folded else pairs
+    tail = 16 + 2 * words + 2 * rests
+    start = tail + (count - 2 * pairs) * width
+    rule(start + length == len(stored), "parts of the paired layout")
+    low = struct.unpack_from(f"<{words}H", stored, 16)
+    rest = unfold(list(struct.unpack_from(f"<{rests}H", stored, 16 + 2 * words)), pairs, bool(folded))
+    content = frame(stored[start:], pairs + 3 * listed)
+    exponents = [base + (code & 15) for code in content[:pairs]] + [base + (code >> 4) for code in content[:pairs]]
+    position = -1
+    for index in range(pairs, pairs + listed):
+        position += 1 + content[index] + (content[index + listed] << 8)
+        rule(position < 2 * pairs, "listed exponents are of floats")
+        exponents[position] = content[index + 2 * listed]
+    found_bytes = bytearray()
+    for index, exponent in enumerate(exponents):
+        word = rest[index % pairs]
+        if index >= pairs:
+            word = word >> 8 | (word & 255) << 8
+        top = word & 0x807F | exponent << 7
+        found_bytes += struct.pack("<HH", low[index], top) if width == 4 else struct.pack("<H", top)
+    return bytes(found_bytes) + stored[tail:start]
+
+
+def unfold(rest: list[int], pairs: int, folded: bool) -> list[int]:
+    if not folded:
+        return rest
+    eighth = pairs // 8
+    last = [sum((rest[part * eighth + index] & 0x8080) >> (7 - part) for part in range(7)) for index in range(eighth)]
+    return [word & 0x7F7F for word in rest] + last
 
 
 # --- sections 2, 3 and 6
@@ -243,6 +283,7 @@ def contents(directory: Path, fields: dict[str, Any], whole: Table) -> Checkpoin
     counts = zip(*(column(fields[name], 4) for name in ("file_chunks", "file_blocks", "file_footer_bytes")), strict=True)
     blocks: list[bytes] = []
     used: set[tuple[int, int]] = set()
+    heads: list[bytes] = []
     first_chunk = 0
     places: list[tuple[str, int, int]] = []
     for index, (name, (num_chunks, num_blocks, footer_bytes)) in enumerate(zip(names, counts, strict=True)):
@@ -261,14 +302,14 @@ def contents(directory: Path, fields: dict[str, Any], whole: Table) -> Checkpoin
         sha256 = fields["file_footer_sha256"][32 * index : 32 * index + 32]
         data = (directory / name).read_bytes()
         check_ends(data, name, places[-1], fields, footer_bytes, sha256, whole, chunks, rows)
-        blocks += read_blocks(data, footer_bytes, whole, rows, chunks, used)
+        blocks += read_blocks(data, footer_bytes, whole, rows, chunks, used, heads)
     rule(first_chunk == len(whole.chunks) and len(blocks) == len(whole.raw), "files hold all chunks and blocks")
     rule(places == sorted(set(places)) and len(fields["file_footer_sha256"]) == 32 * len(names), "order of files")
     aliases = texts(fields["alias_names"], fields["alias_name_bytes"], 4096)
     targets = [whole.names[target] for target in column(fields["alias_targets"], 4)]
     rule(len(set(aliases)) == len(aliases) and not set(aliases) & set(whole.names), "aliases are names of their own")
     entries = {name: assemble(whole, index, blocks) for index, name in enumerate(whole.names)}
-    return Checkpoint(fields, entries, dict(zip(aliases, targets, strict=True)), names, used)
+    return Checkpoint(fields, entries, dict(zip(aliases, targets, strict=True)), names, used, heads)
 
 
 def check_ends(
@@ -300,7 +341,9 @@ def check_ends(
     rule(described[0] == described[1], "footer and manifest agree on chunks")
 
 
-def read_blocks(data: bytes, footer_bytes: int, whole: Table, rows: slice, chunks: list[Chunk], used: set[tuple[int, int]]) -> list[bytes]:
+def read_blocks(
+    data: bytes, footer_bytes: int, whole: Table, rows: slice, chunks: list[Chunk], used: set[tuple[int, int]], heads: list[bytes]
+) -> list[bytes]:
     dtype_of: dict[int, int] = {}
     for chunk in chunks:
         for block in range(chunk.first_block, chunk.first_block + -(-chunk.nbytes // BLOCK)):
@@ -314,6 +357,8 @@ def read_blocks(data: bytes, footer_bytes: int, whole: Table, rows: slice, chunk
         rule(not any(data[position + size : end]), "padding is zero")
         position = end
         used.add((whole.codecs[block], dtype_of[block]))
+        if whole.codecs[block] == 2:
+            heads.append(stored[:16])
         found.append(decode(whole.codecs[block], stored, whole.raw[block], dtype_of[block]))
     rule(position + footer_bytes + RECORD == len(data), "size of a shard file")
     return found
