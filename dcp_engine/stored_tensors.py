@@ -25,7 +25,7 @@ class StoredTensors:
     Attributes:
         rows: key -> row. Aliases of ties are not there.
         dtypes: dtype of each row; ``None`` for an object.
-        is_packed: whether the row is a tensor whose only chunk is all of it, not empty, and small enough to share a block with others.
+        is_whole: whether the row is a tensor whose only chunk is all of it, and not empty.
         shapes: global shape of each such row, in elements; without meaning for others.
         num_bytes: bytes of each such row; without meaning for others.
         ties: alias key -> key under which the same tensor is stored, as ``PlannerData.ties`` tells.
@@ -34,7 +34,7 @@ class StoredTensors:
     rows: Mapping[str, int]
     dtypes: Sequence[torch.dtype | None]
     shapes: Sequence[tuple[int, ...]]
-    is_packed: Sequence[bool]
+    is_whole: Sequence[bool]
     num_bytes: NDArray[np.int64]
     ties: Mapping[str, str]
 
@@ -47,7 +47,7 @@ def stored_tensors_of(metadata: object) -> StoredTensors | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeReads:
-    """Packed tensors, each to be read into one tensor, without a call of the planner for any of them.
+    """Tensors stored whole, each to be read into one tensor, without a call of the planner for any of them.
 
     Attributes:
         stored: the rows that are meant.
@@ -63,12 +63,12 @@ class WholeReads:
 
 
 class ColumnItems(Sequence[ReadItem]):
-    """``LoadPlan.items``, of which those of packed tensors are made when somebody looks.
+    """``LoadPlan.items``, of which those of tensors stored whole are made when somebody looks.
 
     Args:
-        whole: the packed ones. They come first.
+        whole: those. They come first.
         rest: all others.
-        make: gives the item of a packed one by its position.
+        make: gives the item of one of them by its position.
 
     Thread-safety: immutable.
     """

@@ -106,7 +106,7 @@ def take_whole(stored: StoredTensors, state: Mapping[str, object], keys: Sequenc
     Returns:
         What was taken, and the keys that were left, in their order.
     """
-    rows_of, dtypes, shapes, is_packed = stored.rows, stored.dtypes, stored.shapes, stored.is_packed
+    rows_of, dtypes, shapes, is_whole = stored.rows, stored.dtypes, stored.shapes, stored.is_whole
     strided = torch.strided
     taken: list[str] = []
     rows: list[int] = []
@@ -118,7 +118,7 @@ def take_whole(stored: StoredTensors, state: Mapping[str, object], keys: Sequenc
         dtype = None if row is None else dtypes[row]
         if (
             row is not None
-            and is_packed[row]
+            and is_whole[row]
             and type(value) in _PLAIN_TYPES
             and not hasattr(value, "global_shape")
             and value.layout is strided

@@ -22,7 +22,6 @@ from dcp_engine.errors import DcpEngineError, MalformedCheckpointError
 from dcp_engine.memory import memory_bytes
 from dcp_engine.objects import decode_object
 from dcp_engine.storage import dtypes
-from dcp_engine.storage.limits import PACK_BYTES
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.stored_tensors import StoredTensors
 from dcp_engine.types import EngineMetadata, PlannerData
@@ -239,15 +238,15 @@ def _stored_tensors(manifest: Manifest) -> StoredTensors:
     by_code = {code: dtypes.of_code(code).torch_dtype for code in set(codes)}
     is_tensor = np.array([by_code.get(code) is not None for code in range(256)])[table.entry_dtypes]
     is_single = np.bincount(table.chunk_entries, minlength=num_entries) == 1
-    is_packed = is_single & is_tensor & (num_bytes < PACK_BYTES)
+    is_whole = is_single & is_tensor
     # Of these rows alone: a chunk bounds their extents. A hostile manifest may hold others by the million, with large ones.
-    flat = table.entry_shapes[np.repeat(is_packed, table.entry_dims)].tolist()
-    starts = [0, *np.cumsum(np.where(is_packed, table.entry_dims, 0), dtype=np.int64).tolist()]
+    flat = table.entry_shapes[np.repeat(is_whole, table.entry_dims)].tolist()
+    starts = [0, *np.cumsum(np.where(is_whole, table.entry_dims, 0), dtype=np.int64).tolist()]
     return StoredTensors(
         rows=manifest.ids,
         dtypes=[by_code[code] for code in codes],
         shapes=[tuple(flat[begin:end]) for begin, end in itertools.pairwise(starts)],
-        is_packed=is_packed.tolist(),
+        is_whole=is_whole.tolist(),
         num_bytes=num_bytes,
         ties=manifest.aliases if manifest.skeleton else {},
     )

@@ -32,7 +32,7 @@ from dcp_engine.storage.dcp_metadata import ManifestIndex
 from dcp_engine.storage.limits import MAX_DIMS
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.planner_values import ObjectTarget, RowValues, TensorBytes, TensorTarget, object_bytes
-from dcp_engine.storage.read_packed import PackedReads
+from dcp_engine.storage.read_whole import WholeTargets
 from dcp_engine.storage.records import ChunkSource, ReadRequest
 from dcp_engine.stored_tensors import ColumnItems, StoredTensors
 from dcp_engine.types import EngineMetadata, PlannerData
@@ -196,7 +196,7 @@ def _object_source(item: WriteItem, planner: SavePlanner) -> ChunkSource:
 # --------------------------------------------------------------------------------------------------------------- loading
 
 
-def split_items(items: Sequence[ReadItem], stored: StoredTensors, index: ManifestIndex) -> tuple[Sequence[ReadItem], PackedReads | None]:
+def split_items(items: Sequence[ReadItem], stored: StoredTensors, index: ManifestIndex) -> tuple[Sequence[ReadItem], WholeTargets | None]:
     """The items that are to be read one by one, and those that our planner gave as columns of this very checkpoint.
 
     Args:
@@ -205,7 +205,7 @@ def split_items(items: Sequence[ReadItem], stored: StoredTensors, index: Manifes
         index: the checkpoint.
     """
     if isinstance(items, ColumnItems) and items.whole.stored is stored:
-        return items.rest, PackedReads(index.manifest, items.whole)
+        return items.rest, WholeTargets(index.manifest, items.whole)
     return items, None
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from typing_extensions import Buffer
 
 __all__ = ["BlockDigest", "block_digest"]
@@ -19,16 +21,17 @@ _ONE_SHOT_BYTES = 64 << 10
 
 
 class BlockDigest:
-    """The digest of a block whose bytes come piece by piece, each best given while it is still in the cache. Not thread-safe."""
+    """The digest of a block whose bytes come piece by piece, each best given while it is still in the cache. Not thread-safe.
 
-    __slots__ = ("_state",)
+    Attributes:
+        update: takes the next bytes; releases the GIL on large pieces.
+    """
+
+    __slots__ = ("_state", "update")
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_64()
-
-    def update(self, piece: Buffer) -> None:
-        """Takes the next bytes; releases the GIL on large pieces."""
-        self._state.update(piece)
+        self.update: Callable[[Buffer], None] = self._state.update
 
     def value(self) -> int:
         """xxh3-64 (seed 0) of all bytes so far, as an unsigned integer."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dcp_engine.storage.backends.base import ReadFile
     from dcp_engine.storage.dtypes import DtypeInfo
     from dcp_engine.storage.manifest import Manifest
-    from dcp_engine.storage.read_packed import PackedReads
+    from dcp_engine.storage.read_whole import WholeTargets
 
 __all__ = ["read_chunks"]
 
@@ -37,7 +37,7 @@ def read_chunks(
     open_file: Callable[[str], ReadFile],
     requests: Sequence[ReadRequest],
     *,
-    packed: PackedReads | None = None,
+    whole: WholeTargets | None = None,
     options: PipelineOptions,
     pool: WorkerPool,
     path: str | None,
@@ -51,7 +51,7 @@ def read_chunks(
         manifest: of the checkpoint.
         open_file: opens a shard file by name.
         requests: boxes within chunks; any number per chunk, in any order.
-        packed: small whole chunks beside them, which are neither opened nor committed.
+        whole: whole chunks beside them, which are neither opened nor committed.
         options: ``verify`` and ``bytes_in_flight`` are used.
         pool: does all the work; the calling thread waits.
         path: directory of the checkpoint, for messages.
@@ -66,10 +66,10 @@ def read_chunks(
     Thread-safety: several calls may share a pool.
     """
     span_bytes, num_workers = read_budget(options.bytes_in_flight, pool.threads)
-    plan = plan_reads(manifest, requests, packed=packed, span_bytes=span_bytes, path=path)
+    plan = plan_reads(manifest, requests, whole=whole, span_bytes=span_bytes, path=path)
     uses = Counter(span.file for span in plan.spans)
     with closing(ShardFiles(manifest, open_file, uses, path=path)) as files:
-        reader = _SpanReader(manifest, files, requests, packed, plan.block_offsets, options, path)
+        reader = _SpanReader(manifest, files, requests, whole, plan.block_offsets, options, path)
         pool.for_each(plan.spans, reader.read, limit=num_workers)
     for request in plan.empty:
         request.commit()
@@ -81,8 +81,7 @@ class _Job:
 
     Attributes:
         plan: the block and what is wanted of it.
-        dtype: element type of everything in it.
-        codec, raw_bytes, digest: the manifest's columns.
+        codec, raw_bytes, digest, extent: the manifest's columns.
         parts: where the stored bytes are read to, in order.
         padding: where the padding after them is read to.
         found_digest: of the stored bytes as they were read; ``None`` where it is not checked.
@@ -90,18 +89,14 @@ class _Job:
     """
 
     plan: BlockPlan
-    dtype: DtypeInfo
     codec: int
     raw_bytes: int
     digest: int
+    extent: int
     parts: list[memoryview]
     padding: memoryview
     found_digest: int | None = None
     in_place: bool = False
-
-    @property
-    def extent(self) -> int:
-        return sum(map(len, self.parts)) + len(self.padding)
 
 
 class _SpanReader:
@@ -112,7 +107,7 @@ class _SpanReader:
         manifest: Manifest,
         files: ShardFiles,
         requests: Sequence[ReadRequest],
-        packed: PackedReads | None,
+        whole: WholeTargets | None,
         block_offsets: Sequence[int],
         options: PipelineOptions,
         path: str | None,
@@ -120,7 +115,7 @@ class _SpanReader:
         self._manifest = manifest
         self._files = files
         self._requests = requests
-        self._packed = packed
+        self._whole = whole
         self._block_offsets = block_offsets
         self._verify = options.verify
         self._path = path
@@ -158,14 +153,38 @@ class _SpanReader:
         for plan, codec, raw_bytes, stored_bytes, digest, extent in zip(
             span.blocks, *(column[blocks].tolist() for column in columns), strict=True
         ):
-            dtype = dtypes.of_code(int(table.entry_dtypes[table.chunk_entries[self._first_chunk(plan)]]))
             middle, end = begin + stored_bytes, begin + extent
-            job = _Job(plan, dtype, codec, raw_bytes, digest, [buffer[begin:middle]], buffer[middle:end])
+            job = _Job(plan, codec, raw_bytes, digest, extent, [buffer[begin:middle]], buffer[middle:end])
             begin = end
             if codec == RAW:
-                _read_in_place(job)
+                self._read_in_place(job)
             jobs.append(job)
         return jobs
+
+    def _read_in_place(self, job: _Job) -> None:
+        """Let a raw block be read into the target, and what surrounds the wanted bytes into the buffer, if they are a run on both sides."""
+        run = self._run_of(job)
+        if run is None:
+            return
+        begin, memory = run
+        (stored,) = job.parts
+        parts = (stored[:begin], memory, stored[begin + len(memory) :])
+        job.parts = [part for part in parts if len(part)]
+        job.in_place = True
+
+    def _run_of(self, job: _Job) -> tuple[int, memoryview] | None:
+        """Where in the block the run of its only request begins, in bytes, and the run's memory; ``None`` where there is no such thing."""
+        plan = job.plan
+        if plan.num_reads != 1 or plan.whole:
+            return None
+        if not plan.wanted:
+            assert self._whole is not None
+            return self._whole.run(int(plan.rows[0]), plan.block)
+        (item,) = plan.wanted
+        dtype = self._dtype_of(plan)
+        start, num_elements = _chunk_range(job, item, dtype.itemsize)
+        run = item.run(dtypes.carrier_dtype(dtype), start, start + num_elements)
+        return None if run is None else (item.block_offset + run[0] * dtype.itemsize, run[1])
 
     def _fill(self, group: list[_Job], file: ReadFile, position: int) -> int:
         """Read some jobs at once, or one of them in pieces, each digested while it is in the cache. Returns where they end in the file."""
@@ -177,20 +196,21 @@ class _SpanReader:
             return position + sum(map(len, parts))
         (job,) = group
         digest = BlockDigest()
-        for part in job.parts:
-            for begin in range(0, len(part), file.piece_bytes):
-                piece = part[begin : begin + file.piece_bytes]
-                file.read_into(position, [piece])
-                position += len(piece)
-                if self._verify:
-                    digest.update(piece)
-        file.read_into(position, [job.padding])
+        piece_bytes, end = file.piece_bytes, position + job.extent
+        reads = [[part[begin : begin + piece_bytes]] for part in job.parts for begin in range(0, len(part), piece_bytes)]
+        if len(job.padding):
+            reads[-1].append(job.padding)
+        for read in reads:
+            file.read_into(position, read)
+            position += len(read[0])
+            if self._verify:
+                digest.update(read[0])
         job.found_digest = digest.value() if self._verify else None
-        return position + len(job.padding)
+        return end
 
     def _check(self, job: _Job, span: Span) -> None:
         """Compare padding and digest."""
-        if bytes(job.padding).strip(b"\0"):
+        if any(job.padding):
             raise MalformedCheckpointError(f"the padding after {self._describe(job, span)} is not zero")
         if job.found_digest is not None and job.found_digest != job.digest:
             raise DigestMismatchError(
@@ -202,30 +222,33 @@ class _SpanReader:
     def _deliver(self, job: _Job, scratch: Scratch) -> None:
         """Decode a block that was read to a buffer, and copy what is wanted of it."""
         stored = job.parts[0]
+        dtype = self._dtype_of(job.plan)
         if job.codec != RAW:
-            run = _run_of(job)
+            run = self._run_of(job)
             if run is not None and len(run[1]) == job.raw_bytes:
-                decode_block(job.codec, stored, run[1], job.dtype, scratch)
+                decode_block(job.codec, stored, run[1], dtype, scratch)
                 return
             decoded = scratch.buffer("block", job.raw_bytes).data
-            decode_block(job.codec, stored, decoded, job.dtype, scratch)
+            decode_block(job.codec, stored, decoded, dtype, scratch)
             stored = decoded
-        carrier = dtypes.carrier_dtype(job.dtype)
-        itemsize = job.dtype.itemsize
+        carrier = dtypes.carrier_dtype(dtype)
+        itemsize = dtype.itemsize
         elements = np.frombuffer(stored, carrier)
         for index in job.plan.whole:
             target = open_target(self._requests[index], carrier)
             first = self._block_offsets[index] // itemsize
             target[...] = elements[first : first + target.size].reshape(target.shape)
-        if self._packed is not None and len(job.plan.packed):
-            self._packed.fill(job.plan.packed, stored)
+        if self._whole is not None and len(job.plan.rows):
+            self._whole.fill(job.plan.rows, job.plan.block, stored)
         for item in job.plan.wanted:
             first = item.block_offset // itemsize
-            start, num_elements = _chunk_range(job, item)
+            start, num_elements = _chunk_range(job, item, itemsize)
             item.scatter(carrier, elements[first : first + num_elements], start)
 
     def _finish(self, plan: BlockPlan) -> None:
         """Count the block off its requests, and commit those that are complete."""
+        if not plan.wanted and not plan.whole:
+            return
         complete = []
         with self._count_lock:
             for item in plan.wanted:
@@ -248,8 +271,13 @@ class _SpanReader:
         request = self._first_request(plan)
         if request is not None:
             return request.chunk
-        assert self._packed is not None
-        return int(self._packed.chunks[plan.packed[0]])
+        assert self._whole is not None
+        return int(self._whole.chunks[plan.rows[0]])
+
+    def _dtype_of(self, plan: BlockPlan) -> DtypeInfo:
+        """Element type of everything in a block."""
+        table = self._manifest.table
+        return dtypes.of_code(int(table.entry_dtypes[table.chunk_entries[self._first_chunk(plan)]]))
 
     def _first_name(self, plan: BlockPlan) -> str:
         request = self._first_request(plan)
@@ -275,33 +303,11 @@ def _groups(jobs: Iterable[_Job], piece_bytes: int) -> Iterator[list[_Job]]:
         yield group
 
 
-def _read_in_place(job: _Job) -> None:
-    """Let a raw block be read into the target, with the buffer for what surrounds the wanted bytes, if they are one run on both sides."""
-    run = _run_of(job)
-    if run is None:
-        return
-    begin, memory = run
-    (stored,) = job.parts
-    parts = (stored[:begin], memory, stored[begin + len(memory) :])
-    job.parts = [part for part in parts if len(part)]
-    job.in_place = True
-
-
-def _run_of(job: _Job) -> tuple[int, memoryview] | None:
-    """Where in the block the run of its only request begins, in bytes, and the run's memory; ``None`` where there is no such thing."""
-    if job.plan.num_reads != 1 or not job.plan.wanted:
-        return None
-    (item,) = job.plan.wanted
-    start, num_elements = _chunk_range(job, item)
-    run = item.run(dtypes.carrier_dtype(job.dtype), start, start + num_elements)
-    return None if run is None else (item.block_offset + run[0] * job.dtype.itemsize, run[1])
-
-
-def _chunk_range(job: _Job, item: Wanted) -> tuple[int, int]:
+def _chunk_range(job: _Job, item: Wanted, itemsize: int) -> tuple[int, int]:
     """First element of a request's chunk that lies in this block, and how many do."""
     if item.in_one_block:
         return 0, math.prod(item.chunk_sizes)
-    return (job.plan.block - item.first_block) * BLOCK_BYTES // job.dtype.itemsize, job.raw_bytes // job.dtype.itemsize
+    return (job.plan.block - item.first_block) * BLOCK_BYTES // itemsize, job.raw_bytes // itemsize
 
 
 def _add_place(error: DcpEngineError, path: str | None, file: str, tensor: str) -> None:

@@ -19,7 +19,7 @@ from dcp_engine.storage.records import ReadRequest
 
 if TYPE_CHECKING:
     from dcp_engine.storage.manifest import Manifest
-    from dcp_engine.storage.read_packed import PackedReads
+    from dcp_engine.storage.read_whole import WholeTargets
 
 __all__ = ["BlockPlan", "ReadPlan", "Span", "plan_reads", "read_budget"]
 
@@ -36,18 +36,18 @@ class BlockPlan:
         whole: indices of requests for whole chunks that share this block with others: nothing but numbers is kept of each, since there
             may be tens of thousands, and an object for each would cost more time in the garbage collector than in reading.
         wanted: all other requests that touch it.
-        packed: rows of the packed reads that lie in it.
+        rows: of the whole targets that have bytes in it.
     """
 
     block: int
     whole: list[int]
     wanted: list[Wanted]
-    packed: NDArray[np.int64] = field(default_factory=lambda: _NO_ROWS)
+    rows: NDArray[np.int64] = field(default_factory=lambda: _NO_ROWS)
 
     @property
     def num_reads(self) -> int:
         """How many reads want something of it."""
-        return len(self.whole) + len(self.wanted) + len(self.packed)
+        return len(self.whole) + len(self.wanted) + len(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def plan_reads(
     manifest: Manifest,
     requests: Sequence[ReadRequest],
     *,
-    packed: PackedReads | None = None,
+    whole: WholeTargets | None = None,
     span_bytes: int,
     path: str | None,
 ) -> ReadPlan:
@@ -111,7 +111,7 @@ def plan_reads(
     Args:
         manifest: of the checkpoint.
         requests: boxes within chunks; any number per chunk, in any order, overlapping or not.
-        packed: small whole chunks beside them.
+        whole: whole chunks beside them.
         span_bytes: most bytes of one read (one block is always allowed).
         path: directory of the checkpoint, for messages.
 
@@ -124,8 +124,9 @@ def plan_reads(
     is_whole = _are_whole(manifest, requests, chunks)
     is_small = is_whole & (table.chunk_num_blocks[chunks] == 1)
     plans: dict[int, BlockPlan] = {}
-    for block, rows in _by_block(packed.blocks if packed is not None else _NO_ROWS):
-        plans[block] = BlockPlan(block, [], [], rows)
+    touched, owners = whole.blocks() if whole is not None else (_NO_ROWS, _NO_ROWS)
+    for block, places in _by_block(touched):
+        plans[block] = BlockPlan(block, [], [], owners[places])
     small = np.flatnonzero(is_small)
     for block, rows in _by_block(firsts[small]):
         plans.setdefault(block, BlockPlan(block, [], [])).whole = small[rows].tolist()

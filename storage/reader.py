@@ -196,13 +196,11 @@ class ShardReader(StorageReader):
     def _read(self, plan: LoadPlan, planner: LoadPlanner, index: ManifestIndex) -> None:
         assert self._opened is not None
         opened, opened_metadata = self._opened
-        items, packed = dcp_records.split_items(plan.items, opened_metadata.stored_tensors, index)
+        items, whole = dcp_records.split_items(plan.items, opened_metadata.stored_tensors, index)
         requests = dcp_records.requests_of_plan(items, planner, index, allow_opaque=self._allow_opaque)
         try:
             with WorkerPool(self._options.threads) as pool:
-                read_chunks(
-                    index.manifest, opened.directory.open, requests, packed=packed, options=self._options, pool=pool, path=index.path
-                )
+                read_chunks(index.manifest, opened.directory.open, requests, whole=whole, options=self._options, pool=pool, path=index.path)
         except CorruptCheckpointError:
             require_unchanged(index.path, opened.marker, storage_options=self._storage_options)
             raise

@@ -245,13 +245,12 @@ class LocalReadFile:
 
     def read_into(self, position: int, parts: Sequence[memoryview]) -> None:
         """Fills all parts from ``position`` on; short reads are continued."""
+        if len(parts) == 1 and self._read(position, parts) == parts[0].nbytes:
+            return  # as nearly every read of a load: one call, which gives all
         for batch in _batches(parts):
             views = batch
             while views:
-                try:
-                    num_bytes = os.preadv(self._fd, views, position)
-                except OSError as error:
-                    raise storage_failure(error, f"read at byte {position}", path=self._path, file=self._name) from error
+                num_bytes = self._read(position, views)
                 if num_bytes == 0:
                     wanted = position + sum(view.nbytes for view in views)
                     raise TruncatedFileError(
@@ -263,6 +262,13 @@ class LocalReadFile:
                     )
                 position += num_bytes
                 views = _advance(views, num_bytes)
+
+    def _read(self, position: int, parts: Sequence[memoryview]) -> int:
+        """One call of the system; how many bytes it gave."""
+        try:
+            return os.preadv(self._fd, parts, position)
+        except OSError as error:
+            raise storage_failure(error, f"read at byte {position}", path=self._path, file=self._name) from error
 
     def close(self) -> None:
         """Frees the descriptor. What a close reports about a file that was only read is no news about its bytes."""

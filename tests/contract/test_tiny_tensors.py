@@ -80,12 +80,12 @@ def test_columns_and_single_items_load_the_same_bits(tmp_path: Path, codec: str)
     assert columns["steps"] == single["steps"] == [1, 2, 3]
 
 
-def test_all_but_what_cannot_share_a_block_is_planned_by_columns(saved: tuple[Path, dict[str, Any]]) -> None:
+def test_all_tensors_with_elements_are_planned_by_columns(saved: tuple[Path, dict[str, Any]]) -> None:
     path, state = saved
     _, plan = planned(blank(state), path)
     assert isinstance(plan.items, ColumnItems)
-    assert len(plan.items.whole.tensors) == 60
-    assert [item.dest_index.fqn for item in plan.items.rest] == ["model.large", "steps"]
+    assert len(plan.items.whole.tensors) == 61
+    assert [item.dest_index.fqn for item in plan.items.rest] == ["steps"]
 
 
 def test_columns_read_as_the_items_that_they_stand_for(saved: tuple[Path, dict[str, Any]]) -> None:

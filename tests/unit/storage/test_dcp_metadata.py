@@ -108,6 +108,6 @@ def test_shapes_that_no_column_read_needs_are_not_unpacked() -> None:
     stored = found.stored_tensors
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert not any(stored.is_packed)
+    assert not any(stored.is_whole)
     assert len(stored.shapes) == 5000
     assert peak_bytes < 2_000_000
