@@ -66,7 +66,7 @@ def read_chunks(
     Thread-safety: several calls may share a pool.
     """
     span_bytes, num_workers = read_budget(options.bytes_in_flight, pool.threads)
-    plan = plan_reads(manifest, requests, whole=whole, span_bytes=span_bytes, path=path)
+    plan = plan_reads(manifest, requests, whole=whole, span_bytes=span_bytes, num_lanes=num_workers, path=path)
     uses = Counter(span.file for span in plan.spans)
     with closing(ShardFiles(manifest, open_file, uses, path=path)) as files:
         reader = _SpanReader(manifest, files, requests, whole, plan.block_offsets, options, path)

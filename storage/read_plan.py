@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from dcp_engine.storage.manifest import Manifest
     from dcp_engine.storage.read_whole import WholeTargets
 
-__all__ = ["BlockPlan", "ReadPlan", "Span", "plan_reads", "read_budget"]
+__all__ = ["BlockPlan", "ReadPlan", "Span", "plan_reads", "read_budget", "take_turns"]
+
+_Item = TypeVar("_Item")
 
 _MAX_SPAN_BYTES = 2 * BLOCK_BYTES
 _NO_ROWS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -70,7 +72,7 @@ class ReadPlan:
     """All reads of a list of requests.
 
     Attributes:
-        spans: ordered by file and position.
+        spans: of each file in the order of their positions; files take turns.
         block_offsets: for each request, where its chunk begins in the raw bytes of the chunk's first block, in bytes.
         empty: requests without elements, which need no read.
     """
@@ -104,6 +106,7 @@ def plan_reads(
     *,
     whole: WholeTargets | None = None,
     span_bytes: int,
+    num_lanes: int = 1,
     path: str | None,
 ) -> ReadPlan:
     """Plan the reads of a checkpoint.
@@ -113,6 +116,7 @@ def plan_reads(
         requests: boxes within chunks; any number per chunk, in any order, overlapping or not.
         whole: whole chunks beside them.
         span_bytes: most bytes of one read (one block is always allowed).
+        num_lanes: files that take turns.
         path: directory of the checkpoint, for messages.
 
     Raises:
@@ -146,7 +150,7 @@ def plan_reads(
             # Alone in its block, it may be read straight into its target.
             request = requests[plan.whole.pop()]
             plan.wanted.append(_wanted(manifest, request, request.sizes, is_whole=True)[0])
-    return ReadPlan(_spans(manifest, plans, span_bytes), table.chunk_block_offset[chunks].tolist(), empty)
+    return ReadPlan(_spans(manifest, plans, span_bytes, num_lanes), table.chunk_block_offset[chunks].tolist(), empty)
 
 
 def _by_block(blocks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
@@ -181,9 +185,9 @@ def _wanted(manifest: Manifest, request: ReadRequest, chunk_sizes: tuple[int, ..
     """A request, and the blocks that it touches."""
     table = manifest.table
     first_block = int(table.chunk_first_block[request.chunk])
-    in_one_block = int(table.chunk_num_blocks[request.chunk]) == 1
-    if in_one_block:
-        blocks = [first_block]
+    num_blocks = int(table.chunk_num_blocks[request.chunk])
+    if is_whole or num_blocks == 1:
+        blocks = list(range(first_block, first_block + num_blocks))
     else:
         itemsize = int(table.chunk_bytes[request.chunk]) // math.prod(chunk_sizes)
         blocks = (blocks_of_box(chunk_sizes, Box(request.offsets, request.sizes), itemsize, BLOCK_BYTES) + first_block).tolist()
@@ -193,7 +197,7 @@ def _wanted(manifest: Manifest, request: ReadRequest, chunk_sizes: tuple[int, ..
         first_block,
         int(table.chunk_block_offset[request.chunk]),
         is_whole=is_whole,
-        in_one_block=in_one_block,
+        in_one_block=num_blocks == 1,
         num_left=len(blocks),
     )
     return wanted, blocks
@@ -214,17 +218,28 @@ def _check_inside(request: ReadRequest, sizes: tuple[int, ...], path: str | None
         )
 
 
-def _spans(manifest: Manifest, plans: dict[int, BlockPlan], span_bytes: int) -> list[Span]:
+def _spans(manifest: Manifest, plans: dict[int, BlockPlan], span_bytes: int, num_lanes: int) -> list[Span]:
     blocks = np.fromiter(plans, np.int64, len(plans))
     blocks.sort()
     files = manifest.block_file[blocks]
     positions = manifest.block_position[blocks].tolist()
     extents = manifest.block_extent[blocks].tolist()
     ids = blocks.tolist()
-    spans = []
+    spans: list[list[Span]] = []
     borders = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(ids)]
     for first, last in itertools.pairwise(borders):
+        spans.append([])
         for start, stop in group_adjacent(positions[first:last], extents[first:last], span_bytes):
             chosen = [plans[block] for block in ids[first + start : first + stop]]
-            spans.append(Span(int(files[first]), positions[first + start], chosen))
-    return spans
+            spans[-1].append(Span(int(files[first]), positions[first + start], chosen))
+    return list(take_turns(spans, num_lanes))
+
+
+def take_turns(groups: Iterable[Iterable[_Item]], num_lanes: int) -> Iterator[_Item]:
+    """The items of all groups, each group's in order, ``num_lanes`` groups by turns; one that is used up gives way to the next.
+
+    Workers that read several files side by side leave each the order in which the system reads ahead, and a file is closed when it is done.
+    """
+    waiting = iter(groups)  # shared: a lane takes the next group that no other has taken
+    lanes = [itertools.chain.from_iterable(waiting) for _ in range(num_lanes)]
+    return (item for turn in itertools.zip_longest(*lanes) for item in turn if item is not None)

@@ -16,7 +16,7 @@ from support.checkpoints import unprivileged, world_readable_directory
 
 from dcp_engine.errors import MissingFileError, StorageError, StorageFullError, StoragePermissionError
 from dcp_engine.storage.backends.linux import exchange
-from dcp_engine.storage.backends.local import LocalDirectory, is_mount_point, make_directories
+from dcp_engine.storage.backends.local import LocalDirectory, is_mount_point, make_directories, next_piece_bytes
 
 
 @pytest.fixture
@@ -219,3 +219,18 @@ def test_two_directories_swap_names(tmp_path: Path) -> None:
         assert (os.listdir(tmp_path / "one"), os.listdir(tmp_path / "two")) == (["one"], ["two"])
     with pytest.raises(FileNotFoundError):
         exchange(str(tmp_path / "one"), str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(
+    ("piece_bytes", "num_bytes", "secs", "expected"),
+    [
+        (512 * 1024, 512 * 1024, 0.0001, 512 * 1024),  # 5 GB/s: memory
+        (512 * 1024, 512 * 1024, 0.002, 8 * 2**20),  # 0.26 GB/s: a device
+        (512 * 1024, 64 * 1024, 1.0, 512 * 1024),  # too short to tell
+        (8 * 2**20, 8 * 2**20, 0.006, 8 * 2**20),  # 1.4 GB/s: could be either
+        (8 * 2**20, 8 * 2**20, 0.002, 512 * 1024),
+        (8 * 2**20, 8 * 2**20, 0.0, 512 * 1024),  # a clock that stands still
+    ],
+)
+def test_reads_are_long_while_bytes_come_from_a_device(piece_bytes: int, num_bytes: int, secs: float, expected: int) -> None:
+    assert next_piece_bytes(piece_bytes, num_bytes, secs) == expected
