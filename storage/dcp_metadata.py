@@ -95,17 +95,15 @@ class ManifestIndex(Mapping[MetadataIndex, ChunkLocation]):
 
     def find_chunk(self, entry: int, index: MetadataIndex) -> int | None:
         """Manifest id of the chunk of ``entry`` that begins at ``index.offset``; ``index.index`` is a hint. ``None``: there is none."""
-        ids = self.manifest.chunk_ids(entry)
-        if self.manifest.dtype_of(entry).is_object:
+        offsets, _, ids = self.manifest.chunks_of(entry)
+        if self.manifest.entry(entry).dtype.is_object:
             return int(ids[0]) if len(ids) else None
-        table = self.manifest.table
-        wanted = tuple(index.offset) if index.offset is not None else (0,) * int(table.entry_dims[entry])
+        wanted = tuple(index.offset) if index.offset is not None else (0,) * offsets.shape[1]
         hint = index.index
-        if hint is not None and 0 <= hint < len(ids) and table.box(chunk := int(ids[hint]))[0] == wanted:
-            return chunk
+        if hint is not None and 0 <= hint < len(ids) and tuple(offsets[hint].tolist()) == wanted:
+            return int(ids[hint])
         known = self._by_offsets.get(entry)
         if known is None:
-            offsets = self.manifest.chunks_of(entry)[0]
             known = {tuple(row): int(chunk) for row, chunk in zip(offsets.tolist(), ids, strict=True)}
             self._by_offsets[entry] = known
         return known.get(wanted)

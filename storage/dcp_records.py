@@ -240,7 +240,7 @@ def _request(item: ReadItem, planner: LoadPlanner, index: ManifestIndex, lock: t
             found=f"offsets {None if item.storage_index.offset is None else tuple(item.storage_index.offset)}",
             remedy="plan from the metadata that this reader returned",
         )
-    info = manifest.dtype_of(entry)
+    info = dtypes.of_code(int(manifest.table.entry_dtypes[entry]))
     if item.type is LoadItemType.BYTE_IO:
         if info.torch_dtype is not None:
             raise KindMismatchError("the load plan wants an object where a tensor is stored", path=index.path, tensor=key)

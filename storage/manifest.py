@@ -268,19 +268,16 @@ class Manifest:
 
     def entry(self, entry: int) -> EntryView:
         """One entry by its id."""
-        return EntryView(entry, self.names[entry], self.dtype_of(entry), self.table.shape(entry), self.chunk_ids(entry))
-
-    def dtype_of(self, entry: int) -> DtypeInfo:
-        """Element type of an entry."""
-        return dtypes.of_code(int(self.table.entry_dtypes[entry]))
+        return EntryView(
+            entry, self.names[entry], dtypes.of_code(int(self.table.entry_dtypes[entry])), self.table.shape(entry), self._chunk_ids(entry)
+        )
 
     @cached_property
     def _chunk_order(self) -> tuple[_I64, list[int]]:
         counts = np.bincount(self.table.chunk_entries, minlength=len(self.names))
         return np.argsort(self.table.chunk_entries, kind="stable"), row_starts(counts).tolist()
 
-    def chunk_ids(self, entry: int) -> _I64:
-        """Ids of the chunks of an entry."""
+    def _chunk_ids(self, entry: int) -> _I64:
         order, starts = self._chunk_order
         return order[starts[entry] : starts[entry + 1]]
 
@@ -290,7 +287,7 @@ class Manifest:
         Returns:
             Offsets ``[num_chunks, num_dims]`` and sizes ``[num_chunks, num_dims]``, in elements, and ids ``[num_chunks]``.
         """
-        ids = self.chunk_ids(entry)
+        ids = self._chunk_ids(entry)
         places = self.table.box_starts[ids][:, None] + np.arange(int(self.table.entry_dims[entry]))
         return self.table.chunk_offsets[places], self.table.chunk_sizes[places], ids
 

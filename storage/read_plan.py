@@ -150,7 +150,8 @@ def plan_reads(
             # Alone in its block, it may be read straight into its target.
             request = requests[plan.whole.pop()]
             plan.wanted.append(_wanted(manifest, request, request.sizes, is_whole=True)[0])
-    return ReadPlan(_spans(manifest, plans, span_bytes, num_lanes), table.chunk_block_offset[chunks].tolist(), empty)
+    of_files = [list(some) for _, some in itertools.groupby(_spans(manifest, plans, span_bytes), key=lambda span: span.file)]
+    return ReadPlan(list(take_turns(of_files, num_lanes)), table.chunk_block_offset[chunks].tolist(), empty)
 
 
 def _by_block(blocks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
@@ -218,21 +219,20 @@ def _check_inside(request: ReadRequest, sizes: tuple[int, ...], path: str | None
         )
 
 
-def _spans(manifest: Manifest, plans: dict[int, BlockPlan], span_bytes: int, num_lanes: int) -> list[Span]:
+def _spans(manifest: Manifest, plans: dict[int, BlockPlan], span_bytes: int) -> list[Span]:
     blocks = np.fromiter(plans, np.int64, len(plans))
     blocks.sort()
     files = manifest.block_file[blocks]
     positions = manifest.block_position[blocks].tolist()
     extents = manifest.block_extent[blocks].tolist()
     ids = blocks.tolist()
-    spans: list[list[Span]] = []
+    spans = []
     borders = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(ids)]
     for first, last in itertools.pairwise(borders):
-        spans.append([])
         for start, stop in group_adjacent(positions[first:last], extents[first:last], span_bytes):
             chosen = [plans[block] for block in ids[first + start : first + stop]]
-            spans[-1].append(Span(int(files[first]), positions[first + start], chosen))
-    return list(take_turns(spans, num_lanes))
+            spans.append(Span(int(files[first]), positions[first + start], chosen))
+    return spans
 
 
 def take_turns(groups: Iterable[Iterable[_Item]], num_lanes: int) -> Iterator[_Item]:
