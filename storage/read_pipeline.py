@@ -189,7 +189,7 @@ class _SpanReader:
     def _fill(self, group: list[_Job], file: ReadFile, position: int) -> int:
         """Read some jobs at once, or one of them in pieces, each digested while it is in the cache. Returns where they end in the file."""
         if len(group) > 1 or group[0].extent <= file.piece_bytes:
-            parts = [part for job in group for part in (*job.parts, job.padding)]
+            parts = [part for job in group for part in (*job.parts, job.padding) if len(part)]
             file.read_into(position, parts)
             for job in group:
                 job.found_digest = block_digest(*job.parts) if self._verify else None
@@ -200,11 +200,12 @@ class _SpanReader:
         reads = [[part[begin : begin + piece_bytes]] for part in job.parts for begin in range(0, len(part), piece_bytes)]
         if len(job.padding):
             reads[-1].append(job.padding)
+        read_into, update = file.read_into, digest.update
         for read in reads:
-            file.read_into(position, read)
+            read_into(position, read)
             position += len(read[0])
             if self._verify:
-                digest.update(read[0])
+                update(read[0])
         job.found_digest = digest.value() if self._verify else None
         return end
 

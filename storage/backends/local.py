@@ -7,8 +7,8 @@ import errno
 import os
 import stat
 import threading
-import time
 from collections.abc import Iterator, Sequence
+from time import perf_counter
 
 from dcp_engine.errors import LimitExceededError, MissingFileError, StorageError, TruncatedFileError
 from dcp_engine.storage.backends.base import Buffer
@@ -288,12 +288,14 @@ class LocalReadFile:
 
     def _read(self, position: int, parts: Sequence[memoryview]) -> int:
         """One call of the system; how many bytes it gave."""
-        begin = time.perf_counter()
+        begin = perf_counter()
         try:
             num_bytes = os.preadv(self._fd, parts, position)
         except OSError as error:
             raise storage_failure(error, f"read at byte {position}", path=self._path, file=self._name) from error
-        self._piece_bytes = next_piece_bytes(self._piece_bytes, num_bytes, time.perf_counter() - begin)
+        secs = perf_counter() - begin
+        if num_bytes < _COLD_BYTES_PER_SEC * secs or self._piece_bytes != _PIECE_BYTES:
+            self._piece_bytes = next_piece_bytes(self._piece_bytes, num_bytes, secs)
         return num_bytes
 
     def close(self) -> None:
