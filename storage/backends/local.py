@@ -35,7 +35,7 @@ _MAX_PARTS = min(os.sysconf("SC_IOV_MAX"), 1024) if os.sysconf("SC_IOV_MAX") > 0
 _WRITEBACK_BYTES = 8 * 2**20
 # A system call costs about as much as the copying of 10 KB, and this much stays in the cache of one core.
 _PIECE_BYTES = 512 * 2**10
-# What comes from the device costs least in reads that are as long as its read-ahead: half the CPU time, measured on ext4.
+# What comes from a device costs least in long reads: on ext4 two thirds of the CPU time.
 _COLD_PIECE_BYTES = 8 * 2**20
 # Memory gives a core more than 3 GB/s, and a device that is faster than this needs no help.
 _COLD_BYTES_PER_SEC = 1e9
