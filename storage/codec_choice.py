@@ -10,10 +10,10 @@ __all__ = ["Figures", "compression_pays", "is_over_target"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What is known of one shard file being written.
+    """What is known of a save.
 
     Attributes:
-        num_threads: workers that share the file.
+        num_threads: workers that write.
         encode_bytes_per_sec: raw bytes that one worker encodes in a second of work; 0: not known yet.
         stored_share: stored bytes for each raw byte of what was encoded.
         copy_bytes_per_sec: bytes that one worker hands to the file in a second of work; 0: not known yet.

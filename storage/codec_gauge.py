@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from dcp_engine.storage.codec_choice import Figures, compression_pays, is_over_target
+from dcp_engine.storage.limits import HEADER_BYTES
 from dcp_engine.storage.workers import WorkerPool
 
 if TYPE_CHECKING:
@@ -24,11 +25,11 @@ _MEMORY_BYTES_PER_SEC: Final = 100e9
 
 @dataclass(slots=True)
 class Work:
-    """What one task did.
+    """What a worker did for one batch.
 
     Attributes:
         raw_bytes, stored_bytes, encode_secs: of the blocks that it encoded; zero where it left them raw.
-        written_bytes, write_secs: of what it handed to the file.
+        written_bytes, write_secs: of what it handed to the file, which digests what is left raw.
     """
 
     raw_bytes: int = 0
@@ -39,22 +40,20 @@ class Work:
 
 
 class CodecGauge:
-    """Collects figures about one file, and says whether to compress what comes next. Not thread-safe, but for its own thread.
+    """Collects figures about one save of this rank, and says whether to compress what comes next. Not thread-safe, but for its own thread.
 
     Args:
-        file: being written.
-        position: where its first block begins.
-        num_threads: workers that share it.
-        size_target: share of the raw bytes that the file may have before blocks are compressed whatever it takes; ``None``: no matter.
+        num_threads: workers that write.
+        size_target: share of the raw bytes that the files may have before blocks are compressed whatever it takes; ``None``: no matter.
     """
 
-    def __init__(self, file: WriteFile, position: int, num_threads: int, size_target: float | None) -> None:
-        self._file = file
+    def __init__(self, num_threads: int, size_target: float | None) -> None:
         self._num_threads = num_threads
         self._size_target = size_target
         self._work = Work()
         self._all_raw_bytes = self._all_stored_bytes = 0
-        self._settled = self._position = position
+        # File -> up to where it was asked to settle.
+        self._settled: dict[WriteFile, int] = {}
         self._asked = 0
         self._settled_bytes = 0
         self._settled_secs = 0.0
@@ -88,8 +87,16 @@ class CodecGauge:
             storage_bytes_per_sec=rate,
         )
 
-    def add(self, work: Work, raw_bytes: int, stored_bytes: int, position: int) -> None:
-        """Take in a finished task: its work, what its blocks hold, and where they end in the file, which is written up to there."""
+    def add(self, work: Work, raw_bytes: int, stored_bytes: int, file: WriteFile, position: int) -> None:
+        """Take in a finished batch.
+
+        Args:
+            work: what its worker did.
+            raw_bytes: of its blocks.
+            stored_bytes: of its blocks.
+            file: which holds them.
+            position: where they end in the file, which is written up to there.
+        """
         total = self._work
         total.raw_bytes += work.raw_bytes
         total.stored_bytes += work.stored_bytes
@@ -98,24 +105,27 @@ class CodecGauge:
         total.write_secs += work.write_secs
         self._all_raw_bytes += raw_bytes
         self._all_stored_bytes += stored_bytes
-        self._position = position
         self._look()
+        start = self._settled.setdefault(file, HEADER_BYTES)
+        # Never two measurements at once, which would share the storage.
+        if self._settling is None and self._is_visible and position - start >= _SETTLE_BYTES:
+            self._settled[file] = position
+            self._asked = position - start
+            self._settling = self._thread.submit(partial(_settle, file, start, self._asked))
 
     def _look(self) -> None:
-        """Note a measurement that has ended, and begin the next one: never two at once, which would share the storage."""
-        if self._settling is not None and self._settling.done():
-            secs = self._settling.result()
-            self._settling = None
-            if secs is None:
-                self._is_visible = False
-            else:
-                self._settled_bytes += self._asked
-                self._settled_secs += secs
-        if self._settling is None and self._is_visible and self._position - self._settled >= _SETTLE_BYTES:
-            start, self._asked = self._settled, self._position - self._settled
-            self._settled = self._position
-            self._settling = self._thread.submit(partial(self._settle, start, self._asked))
+        """Note a measurement that has ended."""
+        if self._settling is None or not self._settling.done():
+            return
+        secs = self._settling.result()
+        self._settling = None
+        if secs is not None:
+            self._settled_bytes += self._asked
+            self._settled_secs += secs
+        elif not self._settled_bytes:
+            self._is_visible = False  # else it was only too late: that file was closed
 
-    def _settle(self, start: int, num_bytes: int) -> float | None:
-        begin = time.perf_counter()
-        return time.perf_counter() - begin if self._file.settle(start, num_bytes) else None
+
+def _settle(file: WriteFile, start: int, num_bytes: int) -> float | None:
+    begin = time.perf_counter()
+    return time.perf_counter() - begin if file.settle(start, num_bytes) else None

@@ -29,7 +29,7 @@ _PIECE_BYTES = 512 << 10
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Blocks that are written by one task, one after the other.
+    """Blocks that one worker writes, one after the other.
 
     Attributes:
         index: which batch of the file it is.
@@ -38,8 +38,9 @@ class Batch:
         stored: of each block that is done: stored bytes, codec, digest.
         parts: encoded bytes and padding, as long as they wait for their place.
         compress: encode the blocks with the codec that was asked for; else they are stored raw.
-        work: what its task did, for whoever measures.
+        work: what its worker did, for whoever measures.
         scratch: holds some of the parts, and goes back to the pool once they are written.
+        is_done: its worker has ended. Once those of all batches before it have, too, it is written.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Batch:
     compress: bool = True
     work: Work = field(default_factory=Work)
     scratch: Scratch | None = None
+    is_done: bool = False
 
     def raw_extent(self) -> int:
         """Bytes in the file, padding included, if no block is compressed."""
@@ -75,6 +77,14 @@ class Places:
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[Batch, int]] = {}
 
+    def place_next(self, batch: Batch, num_bytes: int) -> None:
+        """Give a batch its place before it is worked on, if all before it have theirs. Else it is to be announced, as any other."""
+        with self._lock:
+            if batch.index == self._next:
+                batch.position = self._position
+                self._position += num_bytes
+                self._next += 1
+
     def announce(self, batch: Batch, num_bytes: int) -> list[Batch]:
         """Say how long a batch is, once.
 
@@ -97,18 +107,22 @@ class Places:
             self._waiting.clear()
 
 
-def write_raw(batch: Batch, file: WriteFile, places: Places) -> Batch:
+def write_raw(batch: Batch, file: WriteFile) -> None:
     """Write blocks as they are, at a place that is known. Runs in a worker.
 
     Bytes pass through the cache once: each piece is digested right after it was copied to the file.
     """
-    assert batch.position is not None, "raw batches are announced in order"
+    assert batch.position is not None, "whoever has no place yet is encoded"
     out = _PieceWriter(file, batch.position)
+    begin = time.perf_counter()
     for block in batch.blocks:
+        loading = time.perf_counter()
         raw = block.load().cast("B")
+        begin += time.perf_counter() - loading
         batch.stored.append((len(raw), RAW, out.write(raw)))
     out.flush()
-    return batch
+    batch.work.write_secs = time.perf_counter() - begin
+    batch.work.written_bytes = batch.extent()
 
 
 class _PieceWriter:
@@ -150,7 +164,7 @@ class _PieceWriter:
             self._num_bytes = 0
 
 
-def write_encoded(batch: Batch, file: WriteFile, places: Places, options: PipelineOptions, pool: WorkerPool) -> Batch:
+def write_encoded(batch: Batch, file: WriteFile, places: Places, options: PipelineOptions, pool: WorkerPool) -> None:
     """Encode blocks, and write all batches whose places are known by that. Runs in a worker.
 
     The scratch is leased until the batch is written, so that encoded bytes need not be copied out of it.
@@ -180,7 +194,6 @@ def write_encoded(batch: Batch, file: WriteFile, places: Places, options: Pipeli
         batch.work.write_secs += time.perf_counter() - begin
         batch.work.written_bytes += placed.extent()
         placed.parts.clear()
-    return batch
 
 
 def _kept(encoded: EncodedBlock, scratch: Scratch, start: int, batch: Batch) -> tuple[tuple[memoryview, ...], int]:

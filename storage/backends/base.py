@@ -47,7 +47,7 @@ class WriteFile(Protocol):
     def settle(self, start: int, num_bytes: int) -> bool:
         """Waits until bytes that were written have reached the storage, and says whether that could be seen.
 
-        A measurement: it promises nothing, and reports no error. May run beside ``write_at``.
+        A measurement: it promises nothing, and reports no error. May run beside anything, and after the end of the file.
         """
         ...
 

@@ -153,6 +153,8 @@ class LocalWriteFile:
         self._name = name
         self._fd = fd
         self._lock = threading.Lock()
+        # A measurement that met a closed descriptor might meet another file.
+        self._open_lock = threading.Lock()
         self._position = 0
         # What was written since the kernel was last asked to write back: how much, and from where to where.
         self._fresh_bytes = 0
@@ -203,13 +205,15 @@ class LocalWriteFile:
         start_writeback(self._fd, start, stop - start)
 
     def settle(self, start: int, num_bytes: int) -> bool:
-        """Waits for the write-back of a range."""
-        return not self._dead and await_writeback(self._fd, start, num_bytes)
+        """Waits for the write-back of a range; false once the file is being closed."""
+        with self._open_lock:
+            return not self._dead and await_writeback(self._fd, start, num_bytes)
 
     def commit(self) -> None:
         """Flushes once to the device and closes; an error of either makes the file dead."""
         self._check_usable()
-        self._dead = True
+        with self._open_lock:
+            self._dead = True
         try:
             os.fsync(self._fd)
             fd, self._fd = self._fd, -1
@@ -222,7 +226,8 @@ class LocalWriteFile:
         """Closes the file and removes it; what fails is left for the removal of the attempt."""
         if self._committed or self._aborted:
             return
-        self._dead = self._aborted = True
+        with self._open_lock:
+            self._dead = self._aborted = True
         fd, self._fd = self._fd, -1
         # The bytes are unwanted, so that errors of both no longer matter: the attempt around them is removed or ignored as a whole.
         if fd >= 0:

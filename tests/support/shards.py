@@ -12,15 +12,16 @@ import numpy as np
 import torch
 
 from dcp_engine.storage import dtypes
-from dcp_engine.storage.backends.base import ReadFile
+from dcp_engine.storage.backends.base import ReadFile, WriteFile
 from dcp_engine.storage.backends.local import LocalDirectory
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.read_pipeline import read_chunks
 from dcp_engine.storage.records import ChunkSource, PipelineOptions, ReadRequest, ShardReceipt
+from dcp_engine.storage.shard_write import ShardSpec
 from dcp_engine.storage.workers import WorkerPool
-from dcp_engine.storage.write_pipeline import write_shard
+from dcp_engine.storage.write_pipeline import write_files
 
-__all__ = ["NONCE", "CountingFile", "Target", "manifest_of", "options", "read", "source_of", "write"]
+__all__ = ["NONCE", "CountingFile", "Target", "manifest_of", "options", "read", "source_of", "write", "write_to"]
 
 NONCE = "0123456789abcdef" * 2
 
@@ -60,25 +61,16 @@ def write(
 ) -> ShardReceipt:
     """Write and commit one shard file."""
     name = f"{component}-{rank:05d}.shard"
-    file = LocalDirectory(str(directory)).create(name)
-    try:
-        with WorkerPool(settings.threads) as pool:
-            receipt = write_shard(
-                file,
-                name=name,
-                component=component,
-                rank=rank,
-                world_size=world_size,
-                nonce=NONCE,
-                sources=sources,
-                options=settings,
-                pool=pool,
-            )
-    except BaseException:
-        file.abort()
-        raise
-    file.commit()
-    return receipt
+    spec = ShardSpec(name=name, component=component, rank=rank, world_size=world_size, nonce=NONCE, sources=sources)
+    with WorkerPool(settings.threads) as pool:
+        create = LocalDirectory(str(directory)).create
+        return write_files([spec], create, settings, pool=pool, written=lambda file: file.commit())[0]
+
+
+def write_to(file: WriteFile, sources: Sequence[ChunkSource], settings: PipelineOptions, pool: WorkerPool) -> ShardReceipt:
+    """Write one shard file, whatever it is, and leave it open."""
+    spec = ShardSpec(name="model-00000.shard", component="model", rank=0, world_size=1, nonce=NONCE, sources=sources)
+    return write_files([spec], lambda name: file, settings, pool=pool, written=lambda whole: None)[0]
 
 
 def manifest_of(*receipts: ShardReceipt, empty: Sequence[tuple[str, int, tuple[int, ...]]] = ()) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
@@ -9,12 +10,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.shards import NONCE, options, source_of
+from support.shards import options, source_of, write_to
 
 from dcp_engine.storage.codec_choice import Figures, compression_pays, is_over_target
 from dcp_engine.storage.records import ShardReceipt
 from dcp_engine.storage.workers import WorkerPool
-from dcp_engine.storage.write_pipeline import write_shard
 
 GB = 1e9
 
@@ -101,19 +101,9 @@ class GaugedFile:
 def save(file: GaugedFile, size_target: float | None = None) -> ShardReceipt:
     torch.manual_seed(0)
     tensor = torch.randn(24 << 20)
-    settings = options(codec="auto")
+    settings = dataclasses.replace(options(codec="auto", bytes_in_flight=16 << 20), size_target=size_target)
     with WorkerPool(2) as pool:
-        return write_shard(
-            file,
-            name="model-00000.shard",
-            component="model",
-            rank=0,
-            world_size=1,
-            nonce=NONCE,
-            sources=[source_of("t", tensor)],
-            options=type(settings)(threads=2, bytes_in_flight=16 << 20, codec="auto", level=1, verify=True, size_target=size_target),
-            pool=pool,
-        )
+        return write_to(file, [source_of("t", tensor)], settings, pool)
 
 
 def test_in_memory_auto_leaves_most_blocks_raw() -> None:

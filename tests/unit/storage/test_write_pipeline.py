@@ -9,22 +9,24 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import shards
 from support.shards import NONCE, options, source_of, write
 
 from dcp_engine.errors import PlanError, StorageFullError
+from dcp_engine.storage.backends import WriteFile
 from dcp_engine.storage.backends.local import LocalDirectory
 from dcp_engine.storage.codecs import RAW
 from dcp_engine.storage.digest import block_digest
 from dcp_engine.storage.dtypes import OBJECT
 from dcp_engine.storage.footer import decode_footer
 from dcp_engine.storage.limits import ALIGN_BYTES, BLOCK_BYTES, HEADER_BYTES, PACK_BYTES
-from dcp_engine.storage.records import ChunkSource
+from dcp_engine.storage.records import ChunkSource, ShardReceipt
 from dcp_engine.storage.workers import WorkerPool
-from dcp_engine.storage.write_pipeline import write_shard
 
 SHARD = "model-00000.shard"
 BLOCK_ITEMS = BLOCK_BYTES // 4
@@ -73,18 +75,8 @@ class MemoryFile:
         pass
 
 
-def write_to(file: MemoryFile, sources: Sequence[ChunkSource], pool: WorkerPool, **settings: object) -> object:
-    return write_shard(
-        file,
-        name=SHARD,
-        component="model",
-        rank=0,
-        world_size=1,
-        nonce=NONCE,
-        sources=sources,
-        options=options(**settings),  # type: ignore[arg-type]
-        pool=pool,
-    )
+def write_to(file: WriteFile, sources: Sequence[ChunkSource], pool: WorkerPool, **settings: Any) -> ShardReceipt:
+    return shards.write_to(file, sources, options(**settings), pool)
 
 
 def test_large_chunks_come_first_then_small_ones_by_dtype(tmp_path: Path) -> None:
@@ -151,7 +143,7 @@ def test_fifty_thousand_tiny_tensors_take_one_block_and_a_handful_of_writes() ->
     sources = [source_of(f"t{index}", torch.full((16,), index, dtype=torch.int32)) for index in range(50_000)]
     with WorkerPool(2) as pool:
         receipt = write_to(file, sources, pool)
-    table = decode_footer(receipt.footer).table  # type: ignore[attr-defined]
+    table = decode_footer(receipt.footer).table
     assert (len(table.chunk_entries), len(table.block_codecs)) == (50_000, 1)
     assert len(file.calls) <= 2 + 16 * 50_000 * 4 // (256 << 10) + 1
     assert np.frombuffer(file.data, np.int32, 16 * 50_000, HEADER_BYTES).reshape(-1, 16)[:, 3].tolist() == list(range(50_000))
@@ -302,7 +294,7 @@ def test_an_error_of_load_reaches_the_caller_and_the_pool_stays_usable(tmp_path:
     file = LocalDirectory(str(tmp_path)).create(SHARD)
     with WorkerPool(2) as pool:
         with pytest.raises(type(error), match="no tensor"):
-            write_to(file, sources, pool, codec="zstd")  # type: ignore[arg-type]
+            write_to(file, sources, pool, codec="zstd")
         file.abort()
         assert list(tmp_path.iterdir()) == []
         again = MemoryFile()
