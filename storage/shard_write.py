@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["ShardSpec", "ShardWrite"]
 
 _WORKERS_OF_A_RAW_FILE = 2
+# Handing out costs the interpreter's cache, too. A batch that is encoded is smaller: its blocks are held until they are written.
+_RAW_BATCH_BYTES = 4 * BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,7 @@ class ShardWrite:
         self._file: WriteFile | None = None
         self._opening = threading.Lock()
         self._places = Places(HEADER_BYTES)
-        batch_bytes = max(PACK_BYTES, min(BLOCK_BYTES, options.bytes_in_flight // 4))
+        batch_bytes = max(PACK_BYTES, min(_RAW_BATCH_BYTES if self._is_raw else BLOCK_BYTES, options.bytes_in_flight // 4))
         self._batches = (Batch(index, blocks) for index, blocks in enumerate(batches_of(blocks_of(spec.sources), batch_bytes)))
         self._taken: deque[Batch] = deque()
         # A file without blocks has one batch without blocks, so that somebody writes its header and its footer.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "Places", "write_encoded", "write_raw"]
 
 _ZEROS = memoryview(bytes(ALIGN_BYTES))
-# Large enough for a system call not to count, small enough for the cache of one core: what was copied to the file is digested from there.
-_PIECE_BYTES = 512 << 10
+# Blocks are gathered up to this: a system call does not count then, and what was copied to the file is digested from the cache.
+_GATHERED_BYTES = 512 << 10
 
 
 @dataclass(slots=True, eq=False)
@@ -110,23 +110,22 @@ class Places:
 def write_raw(batch: Batch, file: WriteFile) -> None:
     """Write blocks as they are, at a place that is known. Runs in a worker.
 
-    Bytes pass through the cache once: each piece is digested right after it was copied to the file.
+    Bytes pass through the cache once: each piece is digested right after it was copied to the file. All blocks are loaded before the first
+    is written: what that takes of the interpreter is in the cache once, and would have to come back for each.
     """
     assert batch.position is not None, "whoever has no place yet is encoded"
-    out = _PieceWriter(file, batch.position)
+    out = _Gatherer(file, batch.position)
+    raws = [block.load().cast("B") for block in batch.blocks]
     begin = time.perf_counter()
-    for block in batch.blocks:
-        loading = time.perf_counter()
-        raw = block.load().cast("B")
-        begin += time.perf_counter() - loading
+    for raw in raws:
         batch.stored.append((len(raw), RAW, out.write(raw)))
     out.flush()
     batch.work.write_secs = time.perf_counter() - begin
     batch.work.written_bytes = batch.extent()
 
 
-class _PieceWriter:
-    """Writes blocks back to back in calls of about one piece, and digests them."""
+class _Gatherer:
+    """Writes blocks back to back, small ones together, and digests them."""
 
     def __init__(self, file: WriteFile, position: int) -> None:
         self._file = file
@@ -136,15 +135,14 @@ class _PieceWriter:
 
     def write(self, raw: memoryview) -> int:
         """Takes a block; returns its digest."""
-        if len(raw) <= _PIECE_BYTES:
+        if len(raw) < _GATHERED_BYTES:
             self._add(raw)
             digest = block_digest(raw)
         else:
+            self.flush()
             state = BlockDigest()
-            for start in range(0, len(raw), _PIECE_BYTES):
-                piece = raw[start : start + _PIECE_BYTES]
-                self._add(piece)
-                state.update(piece)
+            self._file.write_pieces(self._position, raw, state.update)
+            self._position += len(raw)
             digest = state.value()
         if padding := -len(raw) % ALIGN_BYTES:
             self._add(_ZEROS[:padding])
@@ -153,7 +151,7 @@ class _PieceWriter:
     def _add(self, piece: memoryview) -> None:
         self._parts.append(piece)
         self._num_bytes += len(piece)
-        if self._num_bytes >= _PIECE_BYTES:
+        if self._num_bytes >= _GATHERED_BYTES:
             self.flush()
 
     def flush(self) -> None:

@@ -9,7 +9,7 @@ storage refused, ``MissingFileError`` and ``TruncatedFileError`` for what it no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 __all__ = ["Buffer", "Directory", "ReadFile", "WriteFile"]
@@ -22,10 +22,11 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 class WriteFile(Protocol):
     """A new file, filled and then committed or aborted.
 
-    After an error of ``write``, ``write_at`` or ``commit`` the file is dead: all refuse from then on, and only ``abort`` is left. A failed
+    After an error of a write or of ``commit`` the file is dead: all refuse from then on, and only ``abort`` is left. A failed
     flush to the device may have dropped the data, so that a second try would lie.
 
-    Thread-safety: any number of threads may be in ``write_at``; nothing else may run beside it or beside itself.
+    Thread-safety: any number of threads may be in ``write_at`` and ``write_pieces``; nothing else may run beside them or beside itself, but
+    for ``settle``.
     """
 
     @property
@@ -37,6 +38,16 @@ class WriteFile(Protocol):
         """Writes all bytes of all parts, in order, from ``position`` (in bytes from the start) on. The parts may be reused when it returns.
 
         No byte is written twice, and whoever leaves a gap fills it before ``commit``.
+        """
+        ...
+
+    def write_pieces(self, position: int, part: Buffer, seen: Callable[[memoryview], object]) -> None:
+        """Writes all bytes of one part from ``position`` on, as ``write_at`` does, in pieces of whatever length suits the storage.
+
+        Args:
+            position: in bytes from the start.
+            part: may be reused when it returns.
+            seen: called with each piece in order, right after it was written: what is then done with it finds it in the cache.
         """
         ...
 

@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 from dcp_engine.errors import LimitExceededError, MissingFileError, StorageError, TruncatedFileError
@@ -179,17 +179,38 @@ class LocalWriteFile:
         for batch in _batches(parts):
             views = batch
             while views:
-                try:
-                    num_bytes = os.pwritev(self._fd, views, position)
-                except OSError as error:
-                    self._dead = True
-                    raise storage_failure(error, f"write at byte {position}", path=self._path, file=self._name) from error
-                if num_bytes == 0:
-                    self._dead = True
-                    raise StorageError("the file system takes no more bytes and gives no reason", path=self._path, file=self._name)
+                num_bytes = self._call(position, views)
                 position += num_bytes
                 views = _advance(views, num_bytes)
         self._note(start, position)
+
+    def write_pieces(self, position: int, part: Buffer, seen: Callable[[memoryview], object]) -> None:
+        """Writes all bytes of one part from ``position`` on, and shows each piece to ``seen`` while it is in the cache.
+
+        Each piece throws the interpreter's own memory out of the cache, so that few of its instructions may run in between.
+        """
+        self._check_usable()
+        start, view = position, memoryview(part).cast("B")
+        for begin in range(0, len(view), _PIECE_BYTES):
+            piece = view[begin : begin + _PIECE_BYTES]
+            num_bytes = self._call(position, (piece,))
+            if num_bytes < len(piece):
+                self.write_at(position + num_bytes, [piece[num_bytes:]])
+            seen(piece)
+            position += len(piece)
+        self._note(start, position)
+
+    def _call(self, position: int, views: Sequence[memoryview]) -> int:
+        """One call of the system; returns how many bytes it took."""
+        try:
+            num_bytes = os.pwritev(self._fd, views, position)
+        except OSError as error:
+            self._dead = True
+            raise storage_failure(error, f"write at byte {position}", path=self._path, file=self._name) from error
+        if num_bytes == 0:
+            self._dead = True
+            raise StorageError("the file system takes no more bytes and gives no reason", path=self._path, file=self._name)
+        return num_bytes
 
     def _note(self, start: int, stop: int) -> None:
         """Counts what was written, and has the kernel begin with it once it is enough."""

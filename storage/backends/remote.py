@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
@@ -81,6 +81,11 @@ class RemoteWriteFile:
         except BaseException:
             self._dead = True
             raise
+
+    def write_pieces(self, position: int, part: Buffer, seen: Callable[[memoryview], object]) -> None:
+        """Writes into the spool at once."""
+        self.write_at(position, [part])
+        seen(memoryview(part).cast("B"))
 
     def settle(self, start: int, num_bytes: int) -> bool:
         """Cannot be seen: nothing is sent before the end."""

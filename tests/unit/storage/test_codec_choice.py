@@ -6,7 +6,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -84,6 +84,10 @@ class GaugedFile:
     def write_at(self, position: int, parts: Sequence[bytes | bytearray | memoryview]) -> None:
         with self._lock:
             self.position = max(self.position, position + sum(map(len, parts)))
+
+    def write_pieces(self, position: int, part: memoryview, seen: Callable[[memoryview], object]) -> None:
+        self.write_at(position, [part])
+        seen(part)
 
     def settle(self, start: int, num_bytes: int) -> bool:
         assert start + num_bytes <= self.position

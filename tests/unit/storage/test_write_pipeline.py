@@ -65,6 +65,10 @@ class MemoryFile:
             self.data.extend(bytes(max(0, position + len(data) - len(self.data))))
             self.data[position : position + len(data)] = data
 
+    def write_pieces(self, position: int, part: memoryview, seen: Callable[[memoryview], object]) -> None:
+        self.write_at(position, [part])
+        seen(part)
+
     def settle(self, start: int, num_bytes: int) -> bool:
         return False
 
