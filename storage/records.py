@@ -75,8 +75,8 @@ class PipelineOptions:
         codec: "raw", "zstd", "planes" or "auto" (writing only).
         level: zstd level (writing only).
         verify: check block digests (reading only). Sizes, structure and padding are always checked.
-        size_target: share of its raw bytes that a file may have before "auto" compresses whatever it takes; ``None``: no matter (writing
-            only).
+        size_target: share of their raw bytes that a rank's files may have before "auto" compresses whatever it takes; ``None``: no matter
+            (writing only).
     """
 
     threads: int

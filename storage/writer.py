@@ -84,8 +84,8 @@ class ShardWriter(StorageWriter):
         codec: ``"planes"`` (the exponents of floats compressed; zstd for all else), ``"zstd"``, ``"raw"``, or ``"auto"``: planes as long as
             that makes the save faster, by what it measures of the codec and the storage meanwhile, else raw. Where the speed of the storage
             cannot be seen (object stores, systems other than Linux), ``"auto"`` compresses. What does not shrink is raw with any of them.
-        size_target: with ``"auto"``, a share of the raw bytes, from 0 to 1: it compresses, even if that takes longer, while what a file
-            holds so far is more than that. 0 asks for the smallest files; ``None``: time alone counts.
+        size_target: with ``"auto"``, a share of the raw bytes, from 0 to 1: it compresses, even if that takes longer, while what this
+            rank has stored so far is more than that. 0 asks for the smallest files; ``None``: time alone counts.
         level: zstd level, 1 to 22.
         threads: worker threads of this rank; ``None``: the CPUs it may use, shared among torchrun's local ranks, at most 8.
         bytes_in_flight: bytes that the pipeline may hold beyond the state itself; at least 4 MiB. A chunk that is not contiguous CPU memory

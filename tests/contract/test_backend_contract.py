@@ -62,6 +62,37 @@ class BackendContract:
 
         assert self.raw_get(directory, "placed") == b"headtwo...three!end"
 
+    def test_a_part_is_shown_piece_by_piece_as_it_is_written(self, directory: Directory) -> None:
+        part = bytes(range(256)) * 5000
+        seen: list[bytes] = []
+        file = directory.create("pieces")
+        file.write([b"head"])
+        file.write_pieces(4, memoryview(part).cast("Q"), lambda piece: seen.append(bytes(piece)))
+        file.write_pieces(4 + len(part), b"", lambda piece: seen.append(bytes(piece)))
+        assert file.position == 4 + len(part)
+        file.commit()
+
+        assert b"".join(seen) == part
+        assert self.raw_get(directory, "pieces") == b"head" + part
+
+    def test_an_error_of_whoever_is_shown_a_piece_reaches_the_caller(self, directory: Directory) -> None:
+        def refuse(piece: memoryview) -> None:
+            raise ValueError("seen enough")
+
+        file = directory.create("refused")
+        with pytest.raises(ValueError, match="seen enough"):
+            file.write_pieces(0, b"abc", refuse)
+        file.abort()
+
+        assert self.raw_get(directory, "refused") is None
+
+    def test_a_closed_file_does_not_settle(self, directory: Directory) -> None:
+        file = directory.create("closed")
+        file.write([b"abc"])
+        file.commit()
+
+        assert not file.settle(0, 3)
+
     def test_threads_may_write_one_file(self, directory: Directory) -> None:
         piece = 1 << 20
         file = directory.create("shared")

@@ -55,6 +55,18 @@ def test_short_writes_are_continued(directory: LocalDirectory, monkeypatch: pyte
     assert Path(directory.path, "x").read_bytes() == b"a" * 20 + b"b" * 7 + b"c" + b"d" * 15
 
 
+def test_short_writes_of_pieces_are_continued(directory: LocalDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, position: os.pwrite(fd, bytes(views[0][:300_000]), position))
+    part = bytes(range(250)) * 5000
+    seen: list[int] = []
+    file = directory.create("x")
+    file.write_pieces(0, part, lambda piece: seen.append(len(piece)))
+
+    assert file.position == sum(seen) == len(part)
+    file.commit()
+    assert Path(directory.path, "x").read_bytes() == part
+
+
 def test_short_reads_are_continued(directory: LocalDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(directory.path, "x").write_bytes(bytes(range(100)))
 

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from support.shards import options, source_of, write_to
+from support.shards import NONCE, options, source_of, write_to
 
 from dcp_engine.storage.codec_choice import Figures, compression_pays, is_over_target
+from dcp_engine.storage.codec_gauge import CodecGauge, Work
 from dcp_engine.storage.records import ShardReceipt
+from dcp_engine.storage.shard_write import ShardSpec
 from dcp_engine.storage.workers import WorkerPool
+from dcp_engine.storage.write_pipeline import write_files
 
 GB = 1e9
 
@@ -72,8 +75,9 @@ def test_a_size_target_asks_for_more_while_the_file_is_larger(
 class GaugedFile:
     """Takes everything, forgets it, and settles as slowly as told."""
 
-    def __init__(self, settle_bytes_per_sec: float) -> None:
+    def __init__(self, settle_bytes_per_sec: float, *, settles: bool = True) -> None:
         self._rate = settle_bytes_per_sec
+        self._settles = settles
         self._lock = threading.Lock()
         self.position = 0
         self.settled: list[tuple[int, int]] = []
@@ -93,7 +97,7 @@ class GaugedFile:
         assert start + num_bytes <= self.position
         self.settled.append((start, num_bytes))
         time.sleep(num_bytes / self._rate)
-        return True
+        return self._settles
 
     def commit(self) -> None:
         pass
@@ -117,6 +121,35 @@ def test_in_memory_auto_leaves_most_blocks_raw() -> None:
     starts = [start for start, _ in file.settled]
     assert starts == sorted(starts)
     assert all(start + length == after for (start, length), after in zip(file.settled, starts[1:], strict=False))
+
+
+def test_what_a_save_has_learnt_of_one_file_holds_for_the_next() -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(12 << 20)
+    files = {f"{name}-00000.shard": GaugedFile(1e15) for name in ("large", "next")}
+    specs = [
+        ShardSpec(name=name, component=name[:5], rank=0, world_size=1, nonce=NONCE, sources=[source_of("t", tensor[: len(tensor) // part])])
+        for part, name in enumerate(files, start=1)
+    ]
+    with WorkerPool(1) as pool:
+        settings = options(codec="auto", bytes_in_flight=64 << 20)
+        receipts = write_files(specs, lambda name: files[name], settings, pool=pool, written=lambda file: None)
+
+    assert receipts[0].raw_bytes_by_codec["planes"] > 0
+    assert receipts[1].raw_bytes_by_codec == {"raw": receipts[1].raw_bytes}
+
+
+def test_a_file_that_was_closed_too_early_to_be_measured_says_nothing_of_the_storage() -> None:
+    with CodecGauge(2, None) as gauge:
+        for settles in (True, False, True):
+            file = GaugedFile(1e15, settles=settles)
+            file.write([bytes(4096), bytes(8 << 20)])
+            work = Work(raw_bytes=8 << 20, stored_bytes=8 << 20, encode_secs=1.0, written_bytes=8 << 20, write_secs=0.001)
+            gauge.add(work, 8 << 20, 8 << 20, file, file.position)
+            deadline = time.monotonic() + 60
+            while not file.settled or gauge.compresses():
+                assert time.monotonic() < deadline
+            assert file.settled == [(4096, 8 << 20)]
 
 
 def test_on_a_slow_storage_auto_compresses_all() -> None:

@@ -29,3 +29,16 @@ def test_the_places_do_not_depend_on_the_order_and_each_batch_is_placed_once(ord
 
     assert sorted(placed) == [0, 1, 2, 3]
     assert [batch.position for batch in batches] == [0, 64, 192, 384]
+
+
+def test_a_batch_is_placed_beforehand_only_behind_others_that_are() -> None:
+    places = Places(4096)
+    batches = [Batch(index, []) for index in range(4)]
+
+    places.place_next(batches[0], 64)
+    places.place_next(batches[2], 64)
+    assert [batch.position for batch in batches] == [4096, None, None, None]
+    assert places.announce(batches[2], 128) == []
+    assert places.announce(batches[1], 192) == batches[1:3]
+    places.place_next(batches[3], 64)
+    assert [batch.position for batch in batches] == [4096, 4160, 4352, 4480]

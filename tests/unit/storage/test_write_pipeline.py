@@ -26,7 +26,9 @@ from dcp_engine.storage.dtypes import OBJECT
 from dcp_engine.storage.footer import decode_footer
 from dcp_engine.storage.limits import ALIGN_BYTES, BLOCK_BYTES, HEADER_BYTES, PACK_BYTES
 from dcp_engine.storage.records import ChunkSource, ShardReceipt
+from dcp_engine.storage.shard_write import ShardSpec
 from dcp_engine.storage.workers import WorkerPool
+from dcp_engine.storage.write_pipeline import write_files
 
 SHARD = "model-00000.shard"
 BLOCK_ITEMS = BLOCK_BYTES // 4
@@ -337,6 +339,87 @@ def test_a_source_of_another_length_is_refused_by_name() -> None:
     with WorkerPool(1) as pool, pytest.raises(PlanError, match="16 bytes") as caught:
         write_to(MemoryFile(), [good[0], bad, good[2]], pool)
     assert caught.value.tensor == "t1"
+
+
+def spec_of(name: str, sources: Sequence[ChunkSource]) -> ShardSpec:
+    return ShardSpec(name=f"{name}-00000.shard", component=name, rank=0, world_size=1, nonce=NONCE, sources=sources)
+
+
+def write_many(specs: Sequence[ShardSpec], files: dict[str, Any], threads: int, **settings: Any) -> list[str]:
+    """Writes the specs; returns the names of the files in the order in which they became whole."""
+    whole: list[str] = []
+    names = {id(file): name for name, file in files.items()}
+    with WorkerPool(threads) as pool:
+        receipts = write_files(
+            specs, lambda name: files[name], options(**settings), pool=pool, written=lambda file: whole.append(names[id(file)])
+        )
+    assert [receipt.name for receipt in receipts] == [spec.name for spec in specs]
+    return whole
+
+
+def test_large_files_come_first_and_receipts_in_the_given_order() -> None:
+    sizes = {"a": 1, "b": 5, "c": 3, "d": 0}
+    specs = [spec_of(name, [source_of("t", numbers(size * BLOCK_ITEMS))] if size else []) for name, size in sizes.items()]
+    files = {spec.name: MemoryFile() for spec in specs}
+    whole = write_many(specs, files, threads=1)
+
+    assert [name[0] for name in whole] == ["b", "c", "a", "d"]
+    assert all(file.data[-64:-56] == b"DCPEFOOT" for file in files.values())
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_workers_without_a_file_of_their_own_help_with_the_largest(codec: str) -> None:
+    # The first load of a batch of the large file waits for that of another: one worker alone would never write it.
+    meeting = threading.Barrier(2)
+    loads: list[str] = []
+
+    def meeting_others(source: ChunkSource) -> ChunkSource:
+        def load() -> np.ndarray:
+            loads.append(source.name)
+            if len(loads) <= 2:
+                meeting.wait(60)
+            return source.load()
+
+        return dataclasses.replace(source, load=load)
+
+    large = [meeting_others(source_of(f"t{index}", numbers(BLOCK_ITEMS))) for index in range(12)]
+    specs = [spec_of("small", [source_of("s", numbers(10))]), spec_of("large", large)]
+    files = {spec.name: MemoryFile() for spec in specs}
+    whole = write_many(specs, files, threads=2, codec=codec, bytes_in_flight=256 << 20)
+
+    assert sorted(whole) == ["large-00000.shard", "small-00000.shard"]
+    assert len(loads) == 12
+
+
+def test_an_error_in_one_file_ends_all_and_removes_those_that_are_not_whole(tmp_path: Path) -> None:
+    bad = failing(source_of("bad", numbers(BLOCK_ITEMS)), ValueError("no tensor"))
+    loads = Loads()
+    specs = [
+        spec_of("first", [loads.source("t", 40 << 20)]),
+        spec_of("second", [loads.source("u", 9 << 20), bad]),
+        *(spec_of(f"later{index}", [loads.source("v", 1 << 20)]) for index in range(50)),
+    ]
+    whole: list[WriteFile] = []
+    with WorkerPool(2) as pool:
+        with pytest.raises(ValueError, match="no tensor"):
+            write_files(specs, LocalDirectory(str(tmp_path)).create, options(), pool=pool, written=whole.append)
+        for file in whole:
+            file.commit()
+        assert len(os.listdir(tmp_path)) == len(whole) < 50
+        assert loads.num_loads <= 2 + len(whole)
+        assert pool.submit(lambda: 5).result(60) == 5
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_the_bound_on_memory_holds_for_all_files_together(codec: str) -> None:
+    bound = 24 << 20
+    loads = Loads()
+    specs = [spec_of(f"c{number}", [loads.source(f"t{index}", 1 << 20) for index in range(12)]) for number in range(6)]
+    write_many(specs, {spec.name: MemoryFile() for spec in specs}, threads=4, codec=codec, bytes_in_flight=bound)
+
+    assert loads.num_loads == 72
+    assert loads.most <= bound
+    assert loads.alive == 0
 
 
 def test_several_files_are_written_by_one_pool_at_once() -> None:
