@@ -60,8 +60,7 @@ def write(
     world_size: int = 1,
 ) -> ShardReceipt:
     """Write and commit one shard file."""
-    name = f"{component}-{rank:05d}.shard"
-    spec = ShardSpec(name=name, component=component, rank=rank, world_size=world_size, nonce=NONCE, sources=sources)
+    spec = ShardSpec(component=component, rank=rank, world_size=world_size, nonce=NONCE, sources=sources)
     with WorkerPool(settings.threads) as pool:
         create = LocalDirectory(str(directory)).create
         return write_files([spec], create, settings, pool=pool, written=lambda file: file.commit())[0]
@@ -69,7 +68,7 @@ def write(
 
 def write_to(file: WriteFile, sources: Sequence[ChunkSource], settings: PipelineOptions, pool: WorkerPool) -> ShardReceipt:
     """Write one shard file, whatever it is, and leave it open."""
-    spec = ShardSpec(name="model-00000.shard", component="model", rank=0, world_size=1, nonce=NONCE, sources=sources)
+    spec = ShardSpec(component="model", rank=0, world_size=1, nonce=NONCE, sources=sources)
     return write_files([spec], lambda name: file, settings, pool=pool, written=lambda whole: None)[0]
 
 

@@ -128,7 +128,7 @@ def test_what_a_save_has_learnt_of_one_file_holds_for_the_next() -> None:
     tensor = torch.randn(12 << 20)
     files = {f"{name}-00000.shard": GaugedFile(1e15) for name in ("large", "next")}
     specs = [
-        ShardSpec(name=name, component=name[:5], rank=0, world_size=1, nonce=NONCE, sources=[source_of("t", tensor[: len(tensor) // part])])
+        ShardSpec(component=name.split("-")[0], rank=0, world_size=1, nonce=NONCE, sources=[source_of("t", tensor[: len(tensor) // part])])
         for part, name in enumerate(files, start=1)
     ]
     with WorkerPool(1) as pool:

@@ -342,7 +342,7 @@ def test_a_source_of_another_length_is_refused_by_name() -> None:
 
 
 def spec_of(name: str, sources: Sequence[ChunkSource]) -> ShardSpec:
-    return ShardSpec(name=f"{name}-00000.shard", component=name, rank=0, world_size=1, nonce=NONCE, sources=sources)
+    return ShardSpec(component=name, rank=0, world_size=1, nonce=NONCE, sources=sources)
 
 
 def write_many(specs: Sequence[ShardSpec], files: dict[str, Any], threads: int, **settings: Any) -> list[str]:
