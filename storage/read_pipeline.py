@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dcp_engine.storage.manifest import Manifest
     from dcp_engine.storage.read_whole import WholeTargets
 
-__all__ = ["read_chunks"]
+__all__ = ["BlockFiles", "SpanReader", "read_chunks"]
 
 
 def read_chunks(
@@ -69,8 +69,8 @@ def read_chunks(
     plan = plan_reads(manifest, requests, whole=whole, span_bytes=span_bytes, num_lanes=num_workers, path=path)
     uses = Counter(span.file for span in plan.spans)
     with closing(ShardFiles(manifest, open_file, uses, path=path)) as files:
-        reader = _SpanReader(manifest, files, requests, whole, plan.block_offsets, options, path)
-        pool.for_each(plan.spans, reader.read, limit=num_workers)
+        reader = SpanReader(manifest, requests, whole, plan.block_offsets, options, path)
+        pool.for_each(plan.spans, lambda span, scratch: reader.read(span, files, scratch), limit=num_workers)
     for request in plan.empty:
         request.commit()
 
@@ -99,13 +99,24 @@ class _Job:
     in_place: bool = False
 
 
-class _SpanReader:
+class BlockFiles(Protocol):
+    """Where stored blocks come from: :class:`ShardFiles`, or memory that another rank filled."""
+
+    def use(self, index: int) -> ReadFile:
+        """The file of that index in the manifest. One call a span, from any thread."""
+        ...
+
+    def done(self, index: int) -> None:
+        """The span that ``use`` was called for has been read."""
+        ...
+
+
+class SpanReader:
     """What the workers do with a span: read, check, decode, hand over."""
 
     def __init__(
         self,
         manifest: Manifest,
-        files: ShardFiles,
         requests: Sequence[ReadRequest],
         whole: WholeTargets | None,
         block_offsets: Sequence[int],
@@ -113,7 +124,6 @@ class _SpanReader:
         path: str | None,
     ) -> None:
         self._manifest = manifest
-        self._files = files
         self._requests = requests
         self._whole = whole
         self._block_offsets = block_offsets
@@ -122,11 +132,11 @@ class _SpanReader:
         self._count_lock = threading.Lock()
         self._commit_lock = threading.Lock()
 
-    def read(self, span: Span, scratch: Scratch) -> None:
+    def read(self, span: Span, files: BlockFiles, scratch: Scratch) -> None:
         """Read one span. Runs in a worker, with that worker's scratch."""
         plan = span.blocks[0]
         try:
-            file = self._files.use(span.file)
+            file = files.use(span.file)
             position = span.position
             for group in _groups(self._prepare(span, scratch), file.piece_bytes):
                 plan = group[0].plan
@@ -140,7 +150,11 @@ class _SpanReader:
         except DcpEngineError as error:
             _add_place(error, self._path, self._manifest.files[span.file].name, self._first_name(plan))
             raise
-        self._files.done(span.file)
+        except Exception as error:
+            # Raised by a planner: where it has no attributes for the place, a note tells it.
+            error.add_note(f"while tensor {self._first_name(plan)!r} was read from file {self._manifest.files[span.file].name!r}")
+            raise
+        files.done(span.file)
 
     def _prepare(self, span: Span, scratch: Scratch) -> list[_Job]:
         """Decide for each block of a span where its stored bytes are read to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dcp_engine.storage.manifest import Manifest
     from dcp_engine.storage.read_whole import WholeTargets
 
-__all__ = ["BlockPlan", "ReadPlan", "Span", "plan_reads", "read_budget", "take_turns"]
+__all__ = ["BlockPlan", "ReadPlan", "Span", "plan_reads", "read_budget", "spans_of", "take_turns"]
 
 _Item = TypeVar("_Item")
 
@@ -150,7 +150,9 @@ def plan_reads(
             # Alone in its block, it may be read straight into its target.
             request = requests[plan.whole.pop()]
             plan.wanted.append(_wanted(manifest, request, request.sizes, is_whole=True)[0])
-    of_files = [list(some) for _, some in itertools.groupby(_spans(manifest, plans, span_bytes), key=lambda span: span.file)]
+    wanted_blocks = np.sort(np.fromiter(plans, np.int64, len(plans)))
+    spans = spans_of(manifest, plans, wanted_blocks, span_bytes)
+    of_files = [list(some) for _, some in itertools.groupby(spans, key=lambda span: span.file)]
     return ReadPlan(list(take_turns(of_files, num_lanes)), table.chunk_block_offset[chunks].tolist(), empty)
 
 
@@ -219,9 +221,15 @@ def _check_inside(request: ReadRequest, sizes: tuple[int, ...], path: str | None
         )
 
 
-def _spans(manifest: Manifest, plans: dict[int, BlockPlan], span_bytes: int) -> list[Span]:
-    blocks = np.fromiter(plans, np.int64, len(plans))
-    blocks.sort()
+def spans_of(manifest: Manifest, plans: Mapping[int, BlockPlan], blocks: NDArray[np.int64], span_bytes: int) -> list[Span]:
+    """Group blocks that lie back to back in their file.
+
+    Args:
+        manifest: of the checkpoint.
+        plans: what is wanted of each block.
+        blocks: those to be read, ascending.
+        span_bytes: most bytes of one read (one block is always allowed).
+    """
     files = manifest.block_file[blocks]
     positions = manifest.block_position[blocks].tolist()
     extents = manifest.block_extent[blocks].tolist()

@@ -28,7 +28,7 @@ class WorkerPool:
     Args:
         threads: number of threads, at least 1.
 
-    Thread-safety: ``submit``, ``for_each`` and the scratch leases may be used from any thread; several pipelines may share a pool.
+    Thread-safety: ``submit``, ``for_each``, ``start_each`` and the scratch leases may be used from any thread; several pipelines may share a pool.
     """
 
     def __init__(self, threads: int) -> None:
@@ -67,15 +67,35 @@ class WorkerPool:
         Returns when all are done. After the first error no further item is started; when those that run have ended, that error is raised.
         An interrupt of the waiting thread is treated alike, so that no worker touches the caller's memory after this call has ended.
         """
-        feed = _Feed(items)
-        loops: list[Future[None]] = []
+        self.start_each(items, work, limit=limit)()
+
+    def start_each(self, items: Iterable[_Item], work: Callable[[_Item, Scratch], None], *, limit: int) -> Callable[[], None]:
+        """Begin what :meth:`for_each` does, and return the wait for its end, which must be called once, whatever happens meanwhile."""
+        feed, loops = _Feed(items), list[Future[None]]()
         with settled(loops, feed.stop):
-            for _ in range(max(1, min(limit, self.threads))):  # one by one, so that an interrupt finds those that have begun
-                loops.append(self.submit(lambda: self._drain(feed, work)))
+            self._begin(loops, feed, work, limit)
             wait(loops)
         # A future that holds the error, held by a frame that the error's traceback holds, would keep the caller's tensors alive.
         loops.clear()
         feed.raise_error()
+
+    def start_each(self, items: Iterable[_Item], work: Callable[[_Item, Scratch], None], *, limit: int) -> Callable[[], None]:
+        """Begin what :meth:`for_each` does, and return the wait for its end, which must be called once, whatever happens meanwhile."""
+        feed, loops = _Feed(items), list[Future[None]]()
+        with settled(loops, feed.stop):
+            self._begin(loops, feed, work, limit)
+
+        def finish() -> None:
+            with settled(loops, feed.stop):
+                wait(loops)
+            loops.clear()
+            feed.raise_error()
+
+        return finish
+
+    def _begin(self, loops: list[Future[None]], feed: _Feed[_Item], work: Callable[[_Item, Scratch], None], limit: int) -> None:
+        for _ in range(max(1, min(limit, self.threads))):  # one by one, so that an interrupt finds those that have begun
+            loops.append(self.submit(lambda: self._drain(feed, work)))
 
     def lease_scratch(self) -> Scratch:
         """Take a scratch that nobody else uses until it is given back. The most recently used one comes first: its memory is warm."""
