@@ -32,7 +32,8 @@
     │   └── CommitStateUnknownError        cannot be told whether the publish took effect
     └── CoordinationError                  ranks do not agree
         ├── RankDisagreementError          ranks see different checkpoints or file systems
-        └── PlanError                      the global plan does not cover the state exactly once
+        ├── PlanError                      the global plan does not cover the state exactly once
+        └── RankFailedError                a rank failed, with an error that is not of the engine
 
 An error carries a stable ``kind`` (append-only; scripts may match on it) and the place where it happened as attributes:
 ``step``, ``path``, ``file``, ``tensor``, ``rank``, ``expected``, ``found``, ``remedy``. Each is ``None`` where it does not apply. Errors
@@ -348,3 +349,9 @@ class PlanError(CoordinationError):
     """The plans of all ranks together do not describe every tensor exactly once."""
 
     kind = "plan"
+
+
+class RankFailedError(CoordinationError):
+    """A rank failed in a work that all of them share, with an error of a type that is not ours: ``found`` is its text."""
+
+    kind = "rank_failed"

@@ -147,12 +147,17 @@ class SpanReader:
                     if not job.in_place:
                         self._deliver(job, scratch)
                     self._finish(plan)
-        except DcpEngineError as error:
-            _add_place(error, self._path, self._manifest.files[span.file].name, self._first_name(plan))
-            raise
         except Exception as error:
-            # Raised by a planner: where it has no attributes for the place, a note tells it.
-            error.add_note(f"while tensor {self._first_name(plan)!r} was read from file {self._manifest.files[span.file].name!r}")
+            self._add_place(error, span, plan)
+            raise
+        files.done(span.file)
+
+    def read_stored(self, span: Span, files: BlockFiles, memory: memoryview) -> None:
+        """Read a span as it is stored, padding included and nothing checked, for those to whom it is passed on."""
+        try:
+            files.use(span.file).read_into(span.position, [memory])
+        except Exception as error:
+            self._add_place(error, span, span.blocks[0])
             raise
         files.done(span.file)
 
@@ -277,6 +282,17 @@ class SpanReader:
             for index in plan.whole:
                 self._requests[index].commit()
 
+    def _add_place(self, error: Exception, span: Span, plan: BlockPlan) -> None:
+        """Name checkpoint, file and tensor in an error that came from a layer that knows less."""
+        file, tensor = self._manifest.files[span.file].name, self._first_name(plan)
+        if isinstance(error, DcpEngineError):
+            error.path = self._path if error.path is None else error.path
+            error.file = file if error.file is None else error.file
+            error.tensor = tensor if error.tensor is None else error.tensor
+        else:
+            # Of a planner, say: it has no attributes for the place.
+            error.add_note(f"while tensor {tensor!r} was read from file {file!r}")
+
     def _first_request(self, plan: BlockPlan) -> ReadRequest | None:
         if plan.wanted:
             return plan.wanted[0].request
@@ -323,10 +339,3 @@ def _chunk_range(job: _Job, item: Wanted, itemsize: int) -> tuple[int, int]:
     if item.in_one_block:
         return 0, math.prod(item.chunk_sizes)
     return (job.plan.block - item.first_block) * BLOCK_BYTES // itemsize, job.raw_bytes // itemsize
-
-
-def _add_place(error: DcpEngineError, path: str | None, file: str, tensor: str) -> None:
-    """Name checkpoint, file and tensor in an error that came from a layer that knows less."""
-    error.path = path if error.path is None else error.path
-    error.file = file if error.file is None else error.file
-    error.tensor = tensor if error.tensor is None else error.tensor

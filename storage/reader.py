@@ -21,7 +21,11 @@ from dcp_engine.storage.dcp_metadata import ManifestIndex, ManifestMetadata, met
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
 from dcp_engine.storage.publish import OpenCheckpoint, attach_checkpoint, open_checkpoint, require_unchanged
+from dcp_engine.storage.rank_group import RankGroup, check_group
 from dcp_engine.storage.read_pipeline import read_chunks
+from dcp_engine.storage.read_shared import read_shared
+from dcp_engine.storage.read_whole import WholeTargets
+from dcp_engine.storage.records import ReadRequest
 from dcp_engine.storage.workers import WorkerPool
 
 __all__ = ["ShardReader"]
@@ -29,10 +33,11 @@ __all__ = ["ShardReader"]
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a rank saw when it opened the checkpoint; all ranks must have seen the same."""
+    """What a rank saw when it opened the checkpoint, and whether it shares the reading; all ranks must say the same."""
 
     nonce: str
     manifest_sha256: str
+    broadcast: bool
 
 
 class ShardReader(StorageReader):
@@ -53,16 +58,21 @@ class ShardReader(StorageReader):
         path: directory or URL of the checkpoint; ``None``: it must come as ``checkpoint_id`` of ``dcp.load``.
         verify: check the digest of every block that is read. Sizes, structure and padding are always checked.
         threads: worker threads of this rank; ``None``: the CPUs it may use, shared among torchrun's local ranks, at most 8.
-        bytes_in_flight: bytes that the pipeline may hold beyond the targets; at least 4 MiB.
+        broadcast: ranks share the reading: a block that several of them want (replicas; columns of one tensor, since blocks are rows) is
+            read from storage by one of them, which passes it on over ``process_group``. Every rank of the group must load at the same
+            time, also one that wants nothing. ``False``, or no group of several ranks: each rank reads all that it wants.
+        bytes_in_flight: bytes that the pipeline may hold beyond the targets; at least 4 MiB, though one block in work takes up to 16 MiB.
+            With ``broadcast`` half of them are buffers of what is passed on, at least 8 MiB; the smallest of all ranks counts.
         allow_opaque: hand bytes of unknown kind to the planner, which may unpickle them: only for checkpoints from people you trust,
             written with a planner that serialises objects itself.
         process_group: the group that ``dcp.load`` uses. With it the lowest rank reads COMPLETE and MANIFEST once and broadcasts them, so
             that all ranks load one checkpoint, and every rank must call ``read_metadata`` the same number of times. Without it
-            disagreement is still found, when plans are compared.
+            disagreement is still found, when plans are compared. With ``broadcast`` it must carry CPU tensors, as gloo does, nothing else
+            may use it during the load, and ``None`` stands for the default group where ``torch.distributed`` is initialised.
         storage_options: keyword arguments of the fsspec file system of a URL.
 
     Raises:
-        InvalidOptionError: an option is out of range.
+        InvalidOptionError: an option is out of range, or ``process_group`` cannot carry what ``broadcast`` would send.
 
     Thread-safety: one load at a time.
     """
@@ -72,6 +82,7 @@ class ShardReader(StorageReader):
         path: str | os.PathLike[str] | None = None,
         *,
         verify: bool = True,
+        broadcast: bool = False,
         threads: int | None = None,
         bytes_in_flight: int = DEFAULT_BYTES_IN_FLIGHT,
         allow_opaque: bool = False,
@@ -80,9 +91,13 @@ class ShardReader(StorageReader):
     ) -> None:
         super().__init__()
         self._options = pipeline_options(threads=threads, bytes_in_flight=bytes_in_flight, verify=verify)
-        if not isinstance(allow_opaque, bool):
-            raise InvalidOptionError("allow_opaque is not a bool", expected="True or False", found=repr(allow_opaque)[:300])
+        for name, value in (("allow_opaque", allow_opaque), ("broadcast", broadcast)):
+            if not isinstance(value, bool):
+                raise InvalidOptionError(f"{name} is not a bool", expected="True or False", found=repr(value)[:300])
+        if broadcast and process_group is not None:
+            check_group(process_group)
         self._allow_opaque = allow_opaque
+        self._broadcast = broadcast
         self._process_group = process_group
         self._storage_options = dict(storage_options or {})
         self._path: str | None = None if path is None else locate(path).path
@@ -129,24 +144,35 @@ class ShardReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add what this rank saw."""
         metadata = self._metadata()
-        return replace(plan, storage_data=_Seen(metadata.nonce or "", metadata.manifest_sha256 or ""))
+        return replace(plan, storage_data=self._seen(metadata))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse ranks that saw different checkpoints.
+        """Refuse ranks that saw different checkpoints, or of which some share the reading and some do not.
 
         Raises:
-            RankDisagreementError: naming the first rank that saw another one than rank 0.
+            RankDisagreementError: naming the first rank that differs from rank 0.
         """
+        group = self._group() if self._broadcast else None
+        # A load without collectives shows one plan on each rank.
+        if group is not None and len(plans) not in (1, dist.get_world_size(group)):
+            raise RankDisagreementError(
+                "the process group of the reader is not the one that loads",
+                path=self._path,
+                expected=f"the group of the load, of {len(plans)} ranks",
+                found=f"a group of {dist.get_world_size(group)} ranks",
+                remedy="give dcp.load and ShardReader the same process_group",
+            )
         first = plans[0].storage_data
         for rank, plan in enumerate(plans):
             if plan.storage_data != first:
                 raise RankDisagreementError(
-                    "ranks opened different checkpoints under one path",
+                    "ranks opened different checkpoints under one path, or share the reading on some ranks only",
                     path=self._path,
                     rank=rank,
                     expected=f"what rank 0 saw: {first}",
                     found=plan.storage_data,
-                    remedy="the path must lie on one file system that all ranks see, and nobody may replace the checkpoint during a load",
+                    remedy="the path must lie on one file system that all ranks see, nobody may replace the checkpoint during a load, and "
+                    "broadcast must be the same on all ranks",
                 )
         return plans
 
@@ -156,6 +182,8 @@ class ShardReader(StorageReader):
         Raises:
             CorruptCheckpointError kinds: naming file, tensor and block. The targets are undefined then.
             CheckpointNotFoundError: somebody replaced or removed the checkpoint meanwhile. Likewise.
+            RankFailedError: with ``broadcast``, in place of an error that is not of the engine, a planner's for instance. All ranks raise
+                the same error then, which names the ``rank`` that it comes from.
         """
         metadata = self._metadata()
         try:
@@ -196,22 +224,43 @@ class ShardReader(StorageReader):
     def _read(self, plan: LoadPlan, planner: LoadPlanner, index: ManifestIndex) -> None:
         assert self._opened is not None
         opened, opened_metadata = self._opened
-        items, whole = dcp_records.split_items(plan.items, opened_metadata.stored_tensors, index)
-        requests = dcp_records.requests_of_plan(items, planner, index, allow_opaque=self._allow_opaque)
+
+        def prepare() -> tuple[list[ReadRequest], WholeTargets | None]:
+            items, whole = dcp_records.split_items(plan.items, opened_metadata.stored_tensors, index)
+            return dcp_records.requests_of_plan(items, planner, index, allow_opaque=self._allow_opaque), whole
+
+        source, options = (index.manifest, opened.directory.open), self._options
+        group = self._group() if self._broadcast else None
         try:
-            with WorkerPool(self._options.threads) as pool:
-                read_chunks(index.manifest, opened.directory.open, requests, whole=whole, options=self._options, pool=pool, path=index.path)
+            with WorkerPool(options.threads) as pool:
+                if group is not None and dist.get_world_size(group) > 1:
+                    ranks, seen = RankGroup(group), str(self._seen(opened_metadata))
+                    read_shared(*source, prepare, options=options, pool=pool, ranks=ranks, seen=seen, path=index.path)
+                else:
+                    requests, whole = prepare()
+                    read_chunks(*source, requests, whole=whole, options=options, pool=pool, path=index.path)
         except CorruptCheckpointError:
             require_unchanged(index.path, opened.marker, storage_options=self._storage_options)
             raise
 
+    def _seen(self, metadata: ManifestMetadata) -> _Seen:
+        return _Seen(metadata.nonce or "", metadata.manifest_sha256 or "", self._broadcast)
+
+    def _group(self) -> dist.ProcessGroup | None:
+        """The group that all ranks of a load are in, if it is known."""
+        if self._process_group is None and self._broadcast and dist.is_initialized():
+            check_group(dist.group.WORLD)
+            return dist.group.WORLD
+        return self._process_group
+
     def _open(self) -> tuple[OpenCheckpoint, ManifestMetadata]:
         if self._path is None:
             raise InvalidOptionError("no path to read from", remedy="pass ShardReader(path) or dcp.load(..., checkpoint_id=path)")
-        if self._process_group is None:
+        group = self._group()
+        if group is None:
             opened = open_checkpoint(self._path, storage_options=self._storage_options)
         else:
-            opened = self._open_together(self._path, self._process_group)
+            opened = self._open_together(self._path, group)
         manifest = Manifest.decode(opened.manifest_bytes, path=self._path)
         digest = hashlib.sha256(opened.manifest_bytes).hexdigest()
         return opened, metadata_of_manifest(manifest, path=self._path, manifest_sha256=digest)

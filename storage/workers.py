@@ -28,7 +28,8 @@ class WorkerPool:
     Args:
         threads: number of threads, at least 1.
 
-    Thread-safety: ``submit``, ``for_each``, ``start_each`` and the scratch leases may be used from any thread; several pipelines may share a pool.
+    Thread-safety: ``submit``, ``for_each``, ``start_each`` and the scratch leases may be used from any thread; several pipelines may share
+    a pool.
     """
 
     def __init__(self, threads: int) -> None:

@@ -44,6 +44,7 @@ KINDS = {
     "CoordinationError": "coordination",
     "RankDisagreementError": "rank_disagreement",
     "PlanError": "plan",
+    "RankFailedError": "rank_failed",
 }
 BUILTIN_BASES = {
     "UsageError": ValueError,
