@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_engine.errors import CoordinationError, DcpEngineError, InvalidOptionError, RankFailedError
 from dcp_engine.storage.read_sharing import Message
@@ -145,7 +145,7 @@ class _LoadIsOver(Exception):
         failures = {rank: entry for rank, entry in self._told.items() if isinstance(entry, tuple) and isinstance(entry[0], BaseException)}
         if not failures:
             raise CoordinationError("other calls than those of a shared read run on its process group", found=repr(self._told)[:300])
-        raise CheckpointException("read", failures)  # type: ignore[arg-type]
+        raise CheckpointException("read", failures)
 
 
 @contextmanager

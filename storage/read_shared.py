@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -17,8 +18,8 @@ from dcp_engine.storage.codecs import Scratch
 from dcp_engine.storage.limits import BLOCK_BYTES
 from dcp_engine.storage.rank_group import RankGroup
 from dcp_engine.storage.read_pipeline import SpanReader
-from dcp_engine.storage.read_plan import BlockPlan, ReadPlan, Span, plan_reads, read_budget, spans_of
-from dcp_engine.storage.read_sharing import Sharing, pack_blocks, share_blocks
+from dcp_engine.storage.read_plan import BlockPlan, Span, plan_reads, read_budget, spans_of
+from dcp_engine.storage.read_sharing import Message, pack_blocks, share_blocks
 from dcp_engine.storage.records import PipelineOptions, ReadRequest
 from dcp_engine.storage.shard_files import ShardFiles
 from dcp_engine.storage.workers import WorkerPool
@@ -49,6 +50,23 @@ class _Wish:
     seen: str
     blocks: bytes
     round_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Blocks of a message that are read by one call.
+
+    Attributes:
+        span: where they lie in their file.
+        reader: rank that reads them.
+        begin: where they lie in the buffer of their round, in bytes.
+        end: byte after the last one.
+    """
+
+    span: Span
+    reader: int
+    begin: int
+    end: int
 
 
 def read_shared(
@@ -88,86 +106,92 @@ def read_shared(
             undefined and no worker touches them any more.
         RankFailedError: in place of an error of a planner, say, that is not of the engine; its cause on the rank where it happened.
     """
-    half = replace(options, bytes_in_flight=max(BLOCK_BYTES, options.bytes_in_flight // 2))
-    span_bytes, num_workers = read_budget(half.bytes_in_flight, pool.threads)
-
-    def plan() -> tuple[ReadPlan, SpanReader, dict[int, BlockPlan], _Wish]:
-        requests, whole = prepare()
-        reads = plan_reads(manifest, requests, whole=whole, span_bytes=span_bytes, path=path)
-        reader = SpanReader(manifest, requests, whole, reads.block_offsets, half, path)
-        blocks = {plan.block: plan for span in reads.spans for plan in span.blocks}
-        wanted = pack_blocks(np.fromiter(blocks, np.int64, len(blocks)), len(manifest.block_extent))
-        return reads, reader, blocks, _Wish(seen, wanted, options.bytes_in_flight // 4)
-
-    planned, failure = _attempt(plan)
-    wishes = ranks.exchange(planned[-1] if planned else None, failure, _Wish)
-    assert planned is not None, "a failure was raised on all ranks"
-    reads, reader, blocks, _ = planned
+    shared = _SharedRead(manifest, open_file, options=options, pool=pool, ranks=ranks, path=path)
+    wish, failure = _attempt(partial(shared.plan, prepare, seen))
+    wishes = ranks.exchange(wish, failure, _Wish)
     _require_one_checkpoint(wishes, path)
-
-    def share() -> _SharedRead:
-        sharing = share_blocks(
-            [wish.blocks for wish in wishes],
-            manifest.block_extent,
-            rank=ranks.rank,
-            round_bytes=min(wish.round_bytes for wish in wishes),
-        )
-        parts = _parts_of(manifest, blocks, sharing, span_bytes)
-        uses = Counter(part.span.file for of_round in parts for part in of_round if part.reader == ranks.rank)
-        alone = spans_of(manifest, blocks, sharing.alone, span_bytes)
-        uses.update(span.file for span in alone)
-        files = ShardFiles(manifest, open_file, uses, path=path)
-        return _SharedRead(ranks, pool, num_workers, reader, files, sharing, alone, parts)
-
-    shared, failure = _attempt(share)
+    _, failure = _attempt(partial(shared.share, wishes))
     ranks.agree(failure)
-    assert shared is not None, "a failure was raised on all ranks"
-    shared.run(reads.empty)
+    shared.run()
 
 
 class _SharedRead:
-    """The rounds of one rank."""
+    """One rank's part: to be planned, shared out and run, in this order."""
 
     def __init__(
         self,
-        ranks: RankGroup,
+        manifest: Manifest,
+        open_file: Callable[[str], ReadFile],
+        *,
+        options: PipelineOptions,
         pool: WorkerPool,
-        num_workers: int,
-        reader: SpanReader,
-        files: ShardFiles,
-        sharing: Sharing,
-        alone: list[Span],
-        parts: list[list[_Part]],
+        ranks: RankGroup,
+        path: str | None,
     ) -> None:
-        self._ranks = ranks
+        self._manifest = manifest
+        self._open_file = open_file
+        self._round_bytes = options.bytes_in_flight // 4
+        self._options = replace(options, bytes_in_flight=max(BLOCK_BYTES, options.bytes_in_flight // 2))
         self._pool = pool
-        self._num_workers = num_workers
-        self._reader = reader
-        self._files = files
+        self._ranks = ranks
+        self._path = path
+        self._span_bytes, self._num_workers = read_budget(self._options.bytes_in_flight, pool.threads)
+        self._blocks: dict[int, BlockPlan] = {}
+
+    def plan(self, prepare: Callable[[], tuple[Sequence[ReadRequest], WholeTargets | None]], seen: str) -> _Wish:
+        """Find the blocks that this rank wants."""
+        requests, whole = prepare()
+        reads = plan_reads(self._manifest, requests, whole=whole, span_bytes=self._span_bytes, path=self._path)
+        self._empty = reads.empty
+        self._blocks = {plan.block: plan for span in reads.spans for plan in span.blocks}
+        self._reader = SpanReader(self._manifest, requests, whole, reads.block_offsets, self._options, self._path)
+        wanted = np.fromiter(self._blocks, np.int64, len(self._blocks))
+        return _Wish(seen, pack_blocks(wanted, len(self._manifest.block_extent)), self._round_bytes)
+
+    def share(self, wishes: Sequence[_Wish]) -> None:
+        """Find what this rank reads alone, and what it reads, sends and gets in each round."""
+        wanted, round_bytes = [wish.blocks for wish in wishes], min(wish.round_bytes for wish in wishes)
+        sharing = share_blocks(wanted, self._manifest.block_extent, rank=self._ranks.rank, round_bytes=round_bytes)
         self._messages = sharing.rounds
-        self._alone = alone
-        self._parts = parts
+        self._alone = spans_of(self._manifest, self._blocks, sharing.alone, self._span_bytes)
+        self._parts = [[part for message in messages for part in self._parts_of(message)] for messages in sharing.rounds]
         # One is read into while the other is passed on and decoded.
         self._buffers = [torch.empty(sharing.buffer_bytes, dtype=torch.uint8) for _ in range(2)]
+        uses = Counter(span.file for span in self._alone)
+        uses.update(part.span.file for parts in self._parts for part in parts if part.reader == self._ranks.rank)
+        self._files = ShardFiles(self._manifest, self._open_file, uses, path=self._path)
 
-    def run(self, empty: Sequence[ReadRequest]) -> None:
-        """Read, pass on and hand over everything; then commit the ``empty`` requests, which need no read."""
+    def run(self) -> None:
+        """Read, pass on, check and hand over everything."""
         with closing(self._files):
             finish_reading = self._start_reading(0)
             try:
-                failure = _attempt(self._read_alone)[1]
+                _, failure = _attempt(self._read_alone)
                 for number, messages in enumerate(self._messages):
-                    failure = failure or _attempt(finish_reading)[1]
+                    _, unread = _attempt(finish_reading)
                     finish_reading = _nothing
-                    self._ranks.agree(failure)
+                    self._ranks.agree(unread if failure is None else failure)
                     finish_passing = self._ranks.pass_on(messages, self._buffers[number % 2])
                     finish_reading = self._start_reading(number + 1)
                     finish_passing()
-                    failure = _attempt(lambda number=number: self._deliver(number))[1]  # type: ignore[misc]
+                    _, failure = _attempt(partial(self._deliver, number))
             finally:
                 # After an error, whatever still reads must end before its files are closed. What it finds is no news any more.
                 _attempt(finish_reading)
-            self._ranks.agree(failure or _attempt(lambda: [request.commit() for request in empty])[1])
+            if failure is None:
+                _, failure = _attempt(self._commit_empty)
+            self._ranks.agree(failure)
+
+    def _commit_empty(self) -> None:
+        for request in self._empty:
+            request.commit()
+
+    def _parts_of(self, message: Message) -> Iterator[_Part]:
+        begin = message.begin
+        for span in spans_of(self._manifest, self._blocks, message.blocks, self._span_bytes):
+            end = begin + int(self._manifest.block_extent[[plan.block for plan in span.blocks]].sum())
+            yield _Part(span, message.reader, begin, end)
+            begin = end
 
     def _read_alone(self) -> None:
         """The blocks that nobody else wants go straight from their files into the targets."""
@@ -198,37 +222,6 @@ class _SharedRead:
                 raise
 
         self._pool.for_each(self._parts[number], deliver, limit=self._num_workers)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Blocks of a message that are read by one call.
-
-    Attributes:
-        span: where they lie in their file.
-        reader: rank that reads them.
-        begin: where they lie in the buffer of their round, in bytes.
-        end: byte after the last one.
-    """
-
-    span: Span
-    reader: int
-    begin: int
-    end: int
-
-
-def _parts_of(manifest: Manifest, plans: Mapping[int, BlockPlan], sharing: Sharing, span_bytes: int) -> list[list[_Part]]:
-    """The parts of each round, in the order of the buffer."""
-    parts: list[list[_Part]] = []
-    for messages in sharing.rounds:
-        parts.append([])
-        for message in messages:
-            begin = message.begin
-            for span in spans_of(manifest, plans, message.blocks, span_bytes):
-                end = begin + int(manifest.block_extent[[plan.block for plan in span.blocks]].sum())
-                parts[-1].append(_Part(span, message.reader, begin, end))
-                begin = end
-    return parts
 
 
 class _HeldSpan:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.ranks import RankPool
+from support.ranks import RankFailure, RankPool
+from support.shards import options
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_engine import BalancedSavePlanner, ReshardLoadPlanner, ShardReader, ShardWriter
-from dcp_engine.errors import DcpEngineError, RankDisagreementError
+from dcp_engine.errors import DcpEngineError, RankDisagreementError, StorageError
 from dcp_engine.storage.backends.local import LocalReadFile
 from dcp_engine.storage.limits import HEADER_BYTES
 from dcp_engine.storage.manifest import Manifest
+from dcp_engine.storage.rank_group import RankGroup
+from dcp_engine.storage.read_shared import read_shared
+from dcp_engine.storage.workers import WorkerPool
 
 MIB = 1 << 20
 SHAPES = {"big": (3001, 1000), "wide": (7, 300_001), "half": (700, 501), "odd": (5, 3), "scalar": ()}
@@ -223,49 +228,214 @@ class UnpicklableError(Exception):
         self.lock = threading.Lock()
 
 
-Told = tuple[str, int | None, str | None, str | None, str]
+@dataclass(frozen=True)
+class Told:
+    """An error, as it reached a rank."""
+
+    name: str
+    rank: int | None
+    file: str | None
+    tensor: str | None
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Told:
+        known = error if isinstance(error, DcpEngineError) else DcpEngineError("")
+        return cls(type(error).__name__, known.rank, known.file, known.tensor, str(error))
 
 
-def failed_load(path: str, call: str | None, on_rank: int) -> list[Told]:
-    """Type, rank, file, tensor and text of the error of each rank, as this rank sees them."""
-    planner = ReshardLoadPlanner() if call is None else Failing(call, on_rank, UnpicklableError())
-    state = blank("ddp")
+def failed_load(path: str, planner: Any = None, **options: Any) -> dict[int, Told]:
+    """The error of every rank, as this rank is told."""
     try:
-        dcp.load(state, storage_reader=ShardReader(path, broadcast=True, bytes_in_flight=16 * MIB), planner=planner)
+        reader = ShardReader(path, **{"broadcast": True, "bytes_in_flight": 16 * MIB, **options})
+        dcp.load(blank("ddp"), storage_reader=reader, planner=planner or ReshardLoadPlanner())
     except CheckpointException as error:
-        # That all ranks are still in step is shown by a collective that works.
-        dist.barrier()
-        found = []
-        for failure, _ in (error.failures[rank] for rank in sorted(error.failures)):
-            known = failure if isinstance(failure, DcpEngineError) else DcpEngineError("")
-            found.append((type(failure).__name__, known.rank, known.file, known.tensor, str(failure)))
-        return found
-    return []
+        # Ranks out of step would not come through this.
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert int(total) == dist.get_world_size()
+        return {rank: Told.of(failure) for rank, (failure, _) in error.failures.items()}
+    return {}
+
+
+def load_with_failing_planner(path: str, call: str) -> dict[int, Told]:
+    return failed_load(path, Failing(call, 1, UnpicklableError()))
 
 
 @pytest.mark.parametrize("call", ["resolve_tensor", "commit_tensor", "load_bytes"])
-def test_an_error_of_a_planner_reaches_all_ranks(ranks: RankPool, tmp_path: Path, call: str) -> None:
-    class_of_rank = ["PeerFailedError", "UnpicklableError", "PeerFailedError"]
-    save(tmp_path / "a", {**full_state(), "last": torch.zeros(9_000_000)}, codec="raw")
-    for told in ranks.run(3, failed_load_strictly, str(tmp_path / "a"), call, 1):
-        name, rank, _, _, text = told
-        assert name in class_of_rank
-        if name == "PeerFailedError":
-            assert rank == 1
-            assert "UnpicklableError: the planner of one rank broke" in text
-            assert "while tensor '" in text
-            assert "was read from file 'model-00000.shard'" in text
+def test_an_error_of_a_planner_in_the_middle_is_one_error_on_all_ranks(ranks: RankPool, tmp_path: Path, call: str) -> None:
+    save(tmp_path / "a", codec="raw")
+    for failures in ranks.run(3, load_with_failing_planner, str(tmp_path / "a"), call):
+        assert sorted(failures) == [0, 1, 2]
+        (told,) = set(failures.values())
+        assert (told.name, told.rank) == ("RankFailedError", 1)
+        assert "UnpicklableError: the planner of one rank broke; while tensor '" in told.text
+        assert "was read from file '" in told.text
 
 
-def failed_load_strictly(path: str, call: str, on_rank: int) -> Told:
-    """The error of this rank alone: an exception that cannot be pickled never gets through ``dcp.load`` to the others."""
-    reader = ShardReader(path, broadcast=True, bytes_in_flight=16 * MIB)
-    planner = Failing(call, on_rank, UnpicklableError())
-    metadata = reader.read_metadata()
-    planner.set_up_planner(blank("ddp"), metadata, False)
-    return ("", None, None, None, "")
+def load_with_planner_that_fails_before(path: str) -> dict[int, Told]:
+    return failed_load(path, Failing("finish_plan", 1, ValueError("no plan of mine")))
 
 
-def test_the_placeholder() -> None:
-    assert np.zeros(1).sum() == 0
-    assert RankDisagreementError.kind == "rank_disagreement"
+def test_a_rank_that_fails_before_it_comes_to_read_does_not_keep_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    expected = {1: Told("ValueError", None, None, None, "no plan of mine")}
+    assert ranks.run(3, load_with_planner_that_fails_before, str(tmp_path / "a"), timeout_secs=60) == [expected] * 3
+
+
+def load_with_read_error(path: str) -> dict[int, Told]:
+    """Rank 1 cannot read its second block."""
+    read_into = LocalReadFile.read_into
+    num_left = [1]
+
+    def broken(self: LocalReadFile, position: int, parts: Sequence[memoryview]) -> None:
+        if sum(part.nbytes for part in parts) > 3 * MIB:
+            num_left[0] -= 1
+            if num_left[0] < 0:
+                raise StorageError("read failed", errno=5, file=self._name, found=threading.Lock())
+        read_into(self, position, parts)
+
+    if dist.get_rank() == 1:
+        LocalReadFile.read_into = broken  # type: ignore[method-assign]
+    try:
+        return failed_load(path)
+    finally:
+        LocalReadFile.read_into = read_into  # type: ignore[method-assign]
+
+
+def test_a_read_error_of_one_rank_is_raised_by_all(ranks: RankPool, tmp_path: Path) -> None:
+    manifest = save(tmp_path / "a", codec="raw")
+    for failures in ranks.run(2, load_with_read_error, str(tmp_path / "a")):
+        (told,) = set(failures.values())
+        assert sorted(failures) == [0, 1]
+        assert (told.name, told.rank, told.file) == ("StorageError", 1, manifest.files[0].name)
+        assert told.tensor in manifest.names
+        assert "read failed" in told.text
+        assert "<unlocked _thread.lock" in told.text
+
+
+@pytest.mark.parametrize(("key", "world_size"), [("w.big", 2), ("w.wide", 4), ("tiny.t0", 2), ("o.blob", 3)])
+def test_a_flipped_bit_is_found_and_named_on_all_ranks(ranks: RankPool, tmp_path: Path, key: str, world_size: int) -> None:
+    manifest = save(tmp_path / "a")
+    entry = manifest.entry_id(key)
+    assert entry is not None
+    chunk = manifest.chunk(int(manifest.entry(entry).chunks[0]))
+    file = tmp_path / "a" / manifest.files[chunk.file].name
+    data = bytearray(file.read_bytes())
+    data[int(manifest.block_position[chunk.first_block]) + 5] ^= 4
+    file.write_bytes(data)
+    for failures in ranks.run(world_size, failed_load, str(tmp_path / "a")):
+        (told,) = set(failures.values())
+        assert sorted(failures) == list(range(world_size))
+        assert (told.name, told.rank, told.file) == ("DigestMismatchError", 0, file.name)
+        # Whoever packs tiny tensors into a block is named by the first of them.
+        assert told.tensor == key or key == "tiny.t0"
+        assert "the stored bytes of block " in told.text
+
+
+def test_a_missing_file_is_named_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    manifest = save(tmp_path / "a")
+    (tmp_path / "a" / manifest.files[0].name).unlink()
+    for failures in ranks.run(2, failed_load, str(tmp_path / "a")):
+        (told,) = set(failures.values())
+        assert (told.name, told.file) == ("MissingFileError", manifest.files[0].name)
+        assert told.rank in (0, 1)
+
+
+def broadcast_on_one_rank(path: str) -> dict[int, Told]:
+    return failed_load(path, broadcast=dist.get_rank() == 1, process_group=dist.group.WORLD)
+
+
+def test_sharing_on_some_ranks_only_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    for failures in ranks.run(3, broadcast_on_one_rank, str(tmp_path / "a")):
+        assert {told.name for told in failures.values()} == {"RankDisagreementError"}
+        assert {told.rank for told in failures.values()} == {1}
+
+
+def load_with_other_group(path: str) -> dict[int, Told]:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True, backend="gloo")
+    return failed_load(path, process_group=group)
+
+
+def test_a_group_of_other_size_than_that_of_the_load_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    for failures in ranks.run(2, load_with_other_group, str(tmp_path / "a")):
+        assert {told.name for told in failures.values()} == {"RankDisagreementError"}
+        assert "give dcp.load and ShardReader the same process_group" in failures[0].text
+
+
+def read_as_if_other_checkpoint(path: str) -> Told:
+    manifest = Manifest.decode((Path(path) / "MANIFEST").read_bytes())
+    opened: list[str] = []
+    seen = "another" if dist.get_rank() == 2 else "one"
+    try:
+        with WorkerPool(1) as pool:
+            read_shared(
+                manifest,
+                opened.append,  # type: ignore[arg-type]
+                lambda: ([], None),
+                options=options(),
+                pool=pool,
+                ranks=RankGroup(dist.group.WORLD),
+                seen=seen,
+                path=path,
+            )
+    except RankDisagreementError as error:
+        assert opened == []
+        return Told.of(error)
+    raise AssertionError("nobody noticed")
+
+
+def test_ranks_that_opened_different_checkpoints_are_told_before_anything_is_read(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path / "a", {"x": torch.ones(3)})
+    (told,) = set(ranks.run(3, read_as_if_other_checkpoint, str(tmp_path / "a")))
+    assert told.rank == 2
+    assert "expected what rank 0 saw: one; found another" in told.text
+
+
+class Dying(ReshardLoadPlanner):
+    def commit_tensor(self, read_item: Any, tensor: Any) -> None:
+        if dist.get_rank() == 1:
+            os._exit(3)
+        super().commit_tensor(read_item, tensor)
+
+
+def load_and_die(path: str) -> None:
+    dcp.load(blank("ddp"), storage_reader=ShardReader(path, broadcast=True, bytes_in_flight=16 * MIB), planner=Dying())
+
+
+def test_a_rank_that_dies_ends_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path / "a", codec="raw")
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(3, load_and_die, str(tmp_path / "a"))
+    assert caught.value.failures[1] == "its process ended with exit status 3\n"
+    # An exception, not the report of a hang.
+    assert isinstance(caught.value.failures[0], BaseException)
+    assert isinstance(caught.value.failures[2], BaseException)
+
+
+# -------------------------------------------------------------------------------------------------------------------- memory
+
+
+def peak_of_load(path: str, bytes_in_flight: int) -> int:
+    """Highest resident memory during a load into touched memory, beyond what was resident before, in bytes. The second load of two."""
+    state = {"x": torch.ones(64 * MIB // 4 * 3)}
+    for _ in range(2):
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+        reader = ShardReader(path, broadcast=True, threads=2, bytes_in_flight=bytes_in_flight)
+        dcp.load(state, storage_reader=reader, planner=ReshardLoadPlanner())
+        peak = resident("VmHWM") - before
+    return peak
+
+
+def resident(field: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024
+
+
+def test_memory_beyond_the_targets_stays_within_the_bound(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path / "a", {"x": torch.arange(64.0 * MIB / 4 * 3)}, codec="raw")
+    # 192 MiB are loaded. The rest of the allowance is for the interpreter and gloo.
+    assert max(ranks.run(2, peak_of_load, str(tmp_path / "a"), 32 * MIB)) <= (32 + 16) * MIB
