@@ -38,7 +38,7 @@ def test_replicas_read_neighbouring_halves() -> None:
 def test_what_nobody_else_wants_is_read_alone_and_counts() -> None:
     sharings = share([[0, 1, 2, 3], [3, 4, 5, 6], [3, 4]], [100, 100, 100, 100, 100, 100, 100])
     assert [sharing.alone.tolist() for sharing in sharings] == [[0, 1, 2], [5, 6], []]
-    # Block 4 goes to the rank with nothing to read, and then both shared blocks do not outweigh what the others read alone.
+    # Rank 2 has nothing else to read: both shared blocks do not outweigh what the others read alone.
     assert [reads_of(sharing, rank) for rank, sharing in enumerate(sharings)] == [[0, 1, 2], [5, 6], [3, 4]]
     assert [sharing.num_read_bytes for sharing in sharings] == [300, 200, 200]
 

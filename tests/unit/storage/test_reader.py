@@ -22,7 +22,7 @@ def group() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("option", ["allow_opaque", "verify"])
+@pytest.mark.parametrize("option", ["allow_opaque", "verify", "broadcast"])
 def test_a_text_is_no_bool(option: str) -> None:
     with pytest.raises(InvalidOptionError, match=option):
         ShardReader("c", **{option: "no"})  # type: ignore[arg-type]
