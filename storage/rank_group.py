@@ -72,10 +72,10 @@ class RankGroup:
             DcpEngineError: of the lowest rank that has one.
         """
         told = self._gather(record if error is None else _portable(error, self.rank), error)
-        self._raise_first(told, error)
-        strangers = {rank: entry for rank, entry in enumerate(told) if not isinstance(entry, kind)}
+        strangers = {rank: entry for rank, entry in enumerate(told) if not isinstance(entry, (kind, DcpEngineError))}
         if strangers:
-            raise _LoadIsOver(strangers)
+            raise _LoadIsOverError(strangers)
+        self._raise_first(told, error)
         return [entry for entry in told if isinstance(entry, kind)]
 
     def agree(self, error: BaseException | None) -> None:
@@ -129,7 +129,7 @@ class RankGroup:
         raise first[1] from (error if first[0] == self.rank else None)
 
 
-class _LoadIsOver(Exception):
+class _LoadIsOverError(CoordinationError):
     """A rank failed before it came to ``read_data``: what it sent is the result of its load, which ``dcp.load`` gathers at the end.
 
     It has left that exchange with our records, so the others must not enter it, or they would wait until the group's timeout. ``dcp.load``
@@ -137,14 +137,14 @@ class _LoadIsOver(Exception):
     """
 
     def __init__(self, told: dict[int, object]) -> None:
-        super().__init__(f"ranks {sorted(told)} failed before they came to read")
+        super().__init__("a rank failed before it came to read", rank=min(told), found=repr(told)[:1000])
         self._told = told
 
     def __reduce__(self) -> NoReturn:
         # DCP's own form of an exception that crosses ranks; any other message is not part of a load at all.
         failures = {rank: entry for rank, entry in self._told.items() if isinstance(entry, tuple) and isinstance(entry[0], BaseException)}
         if not failures:
-            raise CoordinationError("other calls than those of a shared read run on its process group", found=repr(self._told)[:300])
+            raise CoordinationError("others call on the process group of a shared read", rank=self.rank, found=self.found)
         raise CheckpointException("read", failures)
 
 
@@ -171,9 +171,13 @@ def _portable(error: BaseException, rank: int) -> DcpEngineError:
     assert issubclass(kind, DcpEngineError)
     copy = kind(error.message)
     for name, value in error.__reduce__()[2].items():
-        setattr(copy, name, value if isinstance(value, _PLAIN) else repr(value)[:1000])
+        setattr(copy, name, value if _is_plain(value) else repr(value)[:1000])
     copy.rank = rank if copy.rank is None else copy.rank
     return copy
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in _PLAIN or (type(value) in (tuple, list) and all(map(_is_plain, value)))  # type: ignore[call-overload]
 
 
 def _text_of(error: BaseException) -> str:

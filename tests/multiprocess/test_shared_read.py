@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from support.ranks import RankFailure, RankPool
 from support.shards import options
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -281,6 +282,36 @@ def test_a_rank_that_fails_before_it_comes_to_read_does_not_keep_the_others_wait
     save(tmp_path / "a")
     expected = {1: Told("ValueError", None, None, None, "no plan of mine")}
     assert ranks.run(3, load_with_planner_that_fails_before, str(tmp_path / "a"), timeout_secs=60) == [expected] * 3
+
+
+class Forging(ReshardLoadPlanner):
+    """A planner that asks for a tensor that is not there."""
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        plan = super().finish_plan(new_plan)
+        return replace(plan, items=[replace(plan.items[0], storage_index=MetadataIndex("nobody"))])
+
+
+def load_with_two_that_fail_before_and_in_the_plan(path: str) -> dict[int, Told]:
+    planner = Failing("finish_plan", 1, ValueError("no plan of mine"))
+    return failed_load(path, Forging() if dist.get_rank() == 0 else planner)
+
+
+def test_a_rank_that_fails_before_it_comes_to_read_is_told_before_any_other(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    expected = {1: Told("ValueError", None, None, None, "no plan of mine")}
+    assert ranks.run(3, load_with_two_that_fail_before_and_in_the_plan, str(tmp_path / "a"), timeout_secs=60) == [expected] * 3
+
+
+def load_forged_plan(path: str) -> dict[int, Told]:
+    return failed_load(path, Forging() if dist.get_rank() == 1 else None)
+
+
+def test_a_plan_that_does_not_fit_is_one_error_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    for failures in ranks.run(2, load_forged_plan, str(tmp_path / "a")):
+        (told,) = set(failures.values())
+        assert (sorted(failures), told.name, told.rank, told.tensor) == ([0, 1], "PlanError", 1, "nobody")
 
 
 def load_with_read_error(path: str) -> dict[int, Told]:

@@ -9,7 +9,15 @@ import pytest
 import torch.distributed as dist
 
 from dcp_engine import ShardReader
-from dcp_engine.errors import CoordinationError, DcpEngineError, InvalidOptionError, MissingFileError, RankFailedError, StorageFullError
+from dcp_engine.errors import (
+    CoordinationError,
+    DcpEngineError,
+    InvalidOptionError,
+    KeyMismatchError,
+    MissingFileError,
+    RankFailedError,
+    StorageFullError,
+)
 from dcp_engine.storage.rank_group import RankGroup
 
 
@@ -56,6 +64,12 @@ def test_records_come_back_by_rank(group: dist.ProcessGroup) -> None:
 
 def test_no_error_lets_the_ranks_go_on(group: dist.ProcessGroup) -> None:
     RankGroup(group).agree(None)
+
+
+def test_lists_of_keys_stay_lists(group: dist.ProcessGroup) -> None:
+    told = _raised(group, KeyMismatchError("keys differ", missing=("a", "b"), unexpected=()))
+    assert isinstance(told, KeyMismatchError)
+    assert (told.missing, told.unexpected) == (("a", "b"), ())
 
 
 class _LocalError(MissingFileError):
