@@ -68,10 +68,6 @@ class WorkerPool:
         Returns when all are done. After the first error no further item is started; when those that run have ended, that error is raised.
         An interrupt of the waiting thread is treated alike, so that no worker touches the caller's memory after this call has ended.
         """
-        self.start_each(items, work, limit=limit)()
-
-    def start_each(self, items: Iterable[_Item], work: Callable[[_Item, Scratch], None], *, limit: int) -> Callable[[], None]:
-        """Begin what :meth:`for_each` does, and return the wait for its end, which must be called once, whatever happens meanwhile."""
         feed, loops = _Feed(items), list[Future[None]]()
         with settled(loops, feed.stop):
             self._begin(loops, feed, work, limit)

@@ -148,10 +148,10 @@ def _system(label: str, layout: str, path: str, options: Options, *, save: bool)
 
 
 def _bytes_by_rank(path: str) -> dict[int, int]:
-    """Ours are ``<component>-<rank>.shard``, DCP's ``__<rank>_<number>.distcp``."""
+    """Ours are ``<component>-<rank>.shard`` or ``<component>-<rank>.<stripe>.shard``, DCP's ``__<rank>_<number>.distcp``."""
     written: dict[int, int] = {}
     for entry in os.scandir(path):
-        match = re.fullmatch(r"[a-z0-9_]+-(\d+)\.shard|__(\d+)_\d+\.distcp", entry.name)
+        match = re.fullmatch(r"[a-z0-9_]+-(\d+)(?:\.\d+)?\.shard|__(\d+)_\d+\.distcp", entry.name)
         if match:
             rank = int(match[1] or match[2])
             written[rank] = written.get(rank, 0) + entry.stat().st_size
