@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dcp_engine.errors import InvalidOptionError
@@ -74,3 +74,10 @@ class ComponentMap:
             if fnmatch.fnmatchcase(key, pattern):
                 return name
         return WELL_KNOWN.get(key.partition(".")[0], DEFAULT_COMPONENT)
+
+    def of_all(self, keys: Sequence[str]) -> tuple[list[str], list[int]]:
+        """The components of many keys: their names, each once, and for every key the index of its own."""
+        heads = list(keys) if self._patterns else [key.partition(".")[0] for key in keys]
+        index: dict[str, int] = {}
+        of_head = {head: index.setdefault(self.of(head), len(index)) for head in dict.fromkeys(heads)}
+        return list(index), [of_head[head] for head in heads]

@@ -30,6 +30,7 @@ __all__ = [
     "PackedColumns",
     "PlanColumns",
     "PlanItems",
+    "RowMemory",
     "compress",
     "decompress",
     "pack_integers",
@@ -144,6 +145,19 @@ class PlanColumns:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (PackedColumns.unpack, (PackedColumns.of(self),))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMemory:
+    """Where the values of a plan's rows lie in this process's memory, told by a planner's ``row_memory``, without a call for any of them.
+
+    Attributes:
+        addresses: where the row-major bytes of each box begin, ``[num_boxes]``; 0 for a row that ``resolve_data`` has to be asked for.
+        owners: keeps that memory alive.
+    """
+
+    addresses: Int64s
+    owners: Sequence[object]
 
 
 @dataclass(frozen=True, slots=True)

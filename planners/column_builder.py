@@ -42,10 +42,19 @@ class ColumnBuilder:
         self._counts.append(1)
         self._num_rows += 1
 
+    def add_plain(self, keys: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> None:
+        """The next keys, tensors of which the whole is the only box."""
+        kinds = {dtype: self._kind(dtype) for dtype in dict.fromkeys(dtypes)}
+        self._names += keys
+        self._kinds += map(kinds.__getitem__, dtypes)
+        self._shapes += shapes
+        self._counts += itertools.repeat(1, len(keys))
+        self._num_rows += len(keys)
+
     def add_tensor(self, tensor: LocalTensor) -> None:
         """The next key, a tensor of which there is at least one box."""
         self._names.append(tensor.key)
-        self._kinds.append(self._palette.setdefault(tensor.dtype, len(self._palette)))
+        self._kinds.append(self._kind(tensor.dtype))
         self._shapes.append(tensor.global_shape)
         shards = tensor.shards
         self._counts.append(len(shards))
@@ -55,6 +64,9 @@ class ColumnBuilder:
                 self._offsets.append(shard.offsets)
                 self._sizes.append(shard.sizes)
         self._num_rows += len(shards)
+
+    def _kind(self, dtype: torch.dtype) -> int:
+        return self._palette.setdefault(dtype, len(self._palette))
 
     def build(self) -> PlanColumns | None:
         """The columns; None where a tensor has too many dimensions for them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -82,6 +82,11 @@ class ContentDigests:
             self._values[slot] = host_digest(content)
         else:
             self._pending.setdefault(content.device, []).append((slot, device_digest(content)))
+
+    def add_all(self, slot: int, contents: Iterable[torch.Tensor]) -> None:
+        """Digest tensors into this slot and those after it."""
+        for number, content in enumerate(contents, start=slot):
+            self.add(number, content)
 
     def finish(self) -> NDArray[np.uint64]:
         """All digests, ``[num_slots]``. Waits for the devices."""

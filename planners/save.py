@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from dcp_engine.errors import InvalidOptionError, PlanError
 from dcp_engine.garbage import without_gc
 from dcp_engine.objects import encode_object
-from dcp_engine.plan_columns import PlanItems
+from dcp_engine.plan_columns import PlanColumns, PlanItems, RowMemory
 from dcp_engine.planners.local_shards import LocalShard
 from dcp_engine.planners.replicas import Choice, ReplicaPolicy
 from dcp_engine.planners.save_cache import GlobalPlanCache, KnownPlan, LocalPlanCache, ReusedPlan
@@ -207,6 +207,19 @@ class BalancedSavePlanner(DefaultSavePlanner):
                     found = found.narrow(dim, begin - shard.offsets[dim], size)
         return self._resolved(self.transform_object(write_item, found))
 
+    # -- our writer's call ------------------------------------------------------------------------------------------------
+
+    def row_memory(self, columns: PlanColumns) -> RowMemory | None:
+        """Where the values of a plan's rows lie, so that many small ones need no ``resolve_data`` (all ranks, once a save).
+
+        Args:
+            columns: of the plan that :meth:`finish_plan` returned.
+
+        Returns:
+            None where a subclass or patch has a say in what is written, or the state is another one by now.
+        """
+        return None if self._overrides(_CONTENT_CALLS) else self._local.row_memory(columns)
+
     # -- DCP's extension points -------------------------------------------------------------------------------------------
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -215,7 +228,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         Raises:
             PlanError: there is none.
         """
-        tensor = self._local.tensors.get(index.fqn)
+        tensor = self._local.tensor(index.fqn)
         if tensor is not None:
             for shard in tensor.shards:
                 if index.offset is None or shard.offsets == tuple(index.offset):
@@ -307,7 +320,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         return EngineMetadata(cast(Any, dict(stored) if isinstance(stored, dict) else stored), planner_data=planner_data)
 
     def _shard_around(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, LocalShard]:
-        tensor = self._local.tensors.get(key)
+        tensor = self._local.tensor(key)
         for number, shard in enumerate(tensor.shards if tensor is not None else ()):
             inside = zip(offsets, sizes, shard.offsets, shard.sizes, strict=True)
             if all(begin <= offset and offset + size <= begin + length for offset, size, begin, length in inside):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +15,20 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp_engine.errors import StateError, UnencodableObjectError, UnsupportedTensorError
 from dcp_engine.objects import encode_object
-from dcp_engine.plan_columns import PlanColumns, compress, pack_integers, unpack_integers
+from dcp_engine.plan_columns import PlanColumns, RowMemory, compress, pack_integers, unpack_integers
 from dcp_engine.planners.column_builder import ColumnBuilder
 from dcp_engine.planners.local_shards import LocalTensor, describe, is_tensor_like
+from dcp_engine.planners.plain_tensors import PlainTensors, addresses_of, take_plain
 from dcp_engine.planners.replicas import ContentDigests
 from dcp_engine.planners.skeleton import encode_skeleton
-from dcp_engine.planners.ties import find_ties
+from dcp_engine.planners.ties import find_ties, repeated
 from dcp_engine.planners.tree import flatten
 from dcp_engine.types import Path
 
 __all__ = ["LocalLayout", "LocalPlanData", "LocalState", "PlanRef"]
+
+
+_NOT_PLAIN = np.array([-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,8 @@ class LocalState:
         leaves: key -> value, in the order of the items.
         paths: key -> typed path; None where not flattened.
         skeleton: the containers, encoded; empty where not flattened.
-        tensors: key -> boxes, for the leaves that are tensors and of which this rank may hold a part.
+        plain: the leaves that are plain tensors in host memory.
+        tensors: key -> boxes, for other leaves that are tensors and of which this rank may hold a part. :meth:`tensor` finds either.
         encoded: key -> encoded object, until somebody takes it.
 
     Raises:
@@ -129,11 +134,18 @@ class LocalState:
             for key in self.leaves:
                 if not isinstance(key, str):
                     raise StateError("a key of a state that is not flattened must be a str", expected="str", found=repr(key))
+        self.plain = PlainTensors()
+        self._rest: list[tuple[int, str]] = []
+        """Keys that are not in ``plain``, each after the number of those before it that are."""
         self._absent: set[str] = set()
+        self._numbers: tuple[list[str], NDArray[np.int64]] | None = None
+        """Keys of the layout, and which of ``plain`` each is; -1 for others."""
 
     def describe(self) -> None:
         """Find the boxes of all tensors."""
-        for key, value in self.leaves.items():
+        self.plain, self._rest = take_plain(self.leaves)
+        for _, key in self._rest:
+            value = self.leaves[key]
             if is_tensor_like(value):
                 tensor = describe(key, value)
                 if tensor is None:
@@ -149,11 +161,24 @@ class LocalState:
                     )
                 self.tensors[key] = tensor
 
+    def _runs(self) -> Iterator[tuple[slice, str | None]]:
+        """The leaves in their order: some plain tensors, then another key, and so on. The last run is followed by none."""
+        done = 0
+        for before, key in self._rest:
+            yield slice(done, before), key
+            done = before
+        yield slice(done, None), None
+
+    def tensor(self, key: str) -> LocalTensor | None:
+        """The boxes of a tensor, a plain one included; None where the key is an object's, or this rank holds nothing of it."""
+        found = self.tensors.get(key)
+        return self.plain.describe(key) if found is None else found
+
     def items(self) -> list[WriteItem]:
         """One item a box or object, in the order of the leaves."""
         items = []
         for key in self.leaves:
-            tensor = self.tensors.get(key)
+            tensor = self.tensor(key)
             if tensor is not None:
                 size = torch.Size(tensor.global_shape)
                 items += [_tensor_item(tensor, size, shard.offsets, shard.sizes) for shard in tensor.shards]
@@ -165,18 +190,31 @@ class LocalState:
         """The items as columns, and what else the plan depends on; None where columns are no fit form."""
         builder = ColumnBuilder()
         replicated = bytearray()
-        for key in self.leaves:
-            tensor = self.tensors.get(key)
-            if tensor is not None:
-                if tensor.shards:
-                    builder.add_tensor(tensor)
-                    replicated.append(tensor.may_be_replicated)
-            elif key not in self._absent:
+        numbers: list[NDArray[np.int64]] = []
+        plain = self.plain
+        for run, key in self._runs():
+            builder.add_plain(plain.keys[run], plain.dtypes[run], plain.shapes[run])
+            replicated += b"\x01" * len(plain.keys[run])
+            numbers.append(np.arange(len(plain.keys))[run])
+            tensor = None if key is None else self.tensors.get(key)
+            if tensor is not None and tensor.shards:
+                builder.add_tensor(tensor)
+                replicated.append(tensor.may_be_replicated)
+                numbers.append(_NOT_PLAIN)
+            elif tensor is None and key is not None and key not in self._absent:
                 builder.add_object(key)
                 replicated.append(True)
+                numbers.append(_NOT_PLAIN)
         columns = builder.build()
+        self._numbers = None if columns is None else (columns.keys.names, np.concatenate(numbers))
         skeleton = None if self.paths is None else self.skeleton
         return None if columns is None else LocalLayout(columns, bytes(replicated), skeleton, self.unheld(), ties)
+
+    def row_memory(self, columns: PlanColumns) -> RowMemory | None:
+        """Where the values of a plan's rows lie; None where the plan is of other keys than :meth:`layout` gave."""
+        if self._numbers is None or columns.keys.names != self._numbers[0]:
+            return None
+        return self.plain.memory(columns, self._numbers[1])
 
     def packed_skeleton(self) -> bytes:
         """The containers for the way to the coordinator; empty where not flattened."""
@@ -188,7 +226,11 @@ class LocalState:
 
     def ties(self) -> dict[str, str]:
         """Alias key -> key with the same memory on this rank."""
-        return find_ties(self.tensors.values())
+        others = [tensor for tensor in self.tensors.values() if tensor.shards]
+        addresses = addresses_of([*self.plain.values, *(tensor.shards[0].tensor for tensor in others)])
+        keys = [*self.plain.keys, *(tensor.key for tensor in others)]
+        sharing = [self.tensor(keys[number]) for number in np.flatnonzero(repeated(addresses)).tolist()]
+        return find_ties([tensor for tensor in sharing if tensor is not None])
 
     def contents(self, *, replicated: bool) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
         """Digests of what other ranks may hold too, and sizes of encoded objects, both aligned with :meth:`items`.
@@ -198,12 +240,18 @@ class LocalState:
         Args:
             replicated: more than one rank takes part in the save. Otherwise no digest is computed.
         """
-        present = [key for key in self.leaves if key not in self._absent] if self._absent else list(self.leaves)
-        num_items = len(present) + sum(len(tensor.shards) - 1 for tensor in self.tensors.values())
+        plain = self.plain
+        num_items = len(self.leaves) - len(self._absent) + sum(len(tensor.shards) - 1 for tensor in self.tensors.values())
         digests = ContentDigests(num_items)
         sizes = np.zeros(num_items, dtype=np.int64)
         slot = 0
-        for key in present:
+        for run, key in self._runs():
+            values = plain.values[run]
+            if replicated:
+                digests.add_all(slot, values)
+            slot += len(values)
+            if key is None or key in self._absent:
+                continue
             tensor = self.tensors.get(key)
             if tensor is None:
                 encoded = self._encode(key, self.leaves[key], replicated)
@@ -214,8 +262,7 @@ class LocalState:
                 continue
             # Ranks that hold no element of an empty tensor all describe it whole.
             if replicated and (tensor.may_be_replicated or 0 in tensor.global_shape):
-                for number, shard in enumerate(tensor.shards, start=slot):
-                    digests.add(number, shard.tensor)
+                digests.add_all(slot, [shard.tensor for shard in tensor.shards])
             slot += len(tensor.shards)
         return digests.finish(), sizes
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dcp_engine.errors import ReplicaMismatchError
 from dcp_engine.planners.local_shards import LocalTensor
 
-__all__ = ["TieCheck", "agreed_ties", "find_ties"]
+__all__ = ["TieCheck", "agreed_ties", "find_ties", "repeated"]
 
 
 def find_ties(tensors: Iterable[LocalTensor]) -> dict[str, str]:
@@ -39,6 +41,14 @@ def find_ties(tensors: Iterable[LocalTensor]) -> dict[str, str]:
             if owner != tensor.key:
                 ties[tensor.key] = owner
     return ties
+
+
+def repeated(addresses: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which addresses are there more than once, ``[num_addresses]``."""
+    if len(set(addresses.tolist())) == len(addresses):
+        return np.zeros(len(addresses), dtype=np.bool_)
+    _, numbers, counts = np.unique(addresses, return_inverse=True, return_counts=True)
+    return np.asarray(counts[numbers] > 1)
 
 
 def _memory(tensor: LocalTensor) -> object:

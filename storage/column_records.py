@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dcp_engine.components import ComponentMap
-from dcp_engine.plan_columns import PlanColumns
+from dcp_engine.plan_columns import PlanColumns, RowMemory
 from dcp_engine.storage import dtypes
+from dcp_engine.storage.dtypes import DtypeInfo
+from dcp_engine.storage.limits import BLOCK_BYTES, PACK_BYTES
 from dcp_engine.storage.manifest import Manifest
+from dcp_engine.storage.packed_chunks import PackedChunks
 from dcp_engine.storage.planner_values import RowValues
-from dcp_engine.storage.records import ChunkSource
+from dcp_engine.storage.records import ChunkSource, Source
 
 __all__ = ["check_column_tensors", "column_sources", "empty_column_entries", "is_delivered"]
 
@@ -34,28 +37,74 @@ def check_column_tensors(columns: PlanColumns) -> None:
             dtypes.of_tensor_dtype(dtype, tensor=keys.names[key])
 
 
-def column_sources(columns: PlanColumns, values: RowValues, components: ComponentMap) -> dict[str, list[ChunkSource]]:
-    """As ``dcp_records.sources_of_plan``, for the rows of a plan."""
+def column_sources(columns: PlanColumns, values: RowValues, components: ComponentMap) -> dict[str, list[Source]]:
+    """As ``dcp_records.sources_of_plan``, for the rows of a plan. Small rows whose place in memory the planner tells are packed unseen."""
     keys = columns.keys
     infos = [None if dtype is None else dtypes.of_tensor_dtype(dtype) for dtype in keys.palette]
     itemsizes = np.array([0 if info is None else info.itemsize for info in infos], dtype=np.int64)[keys.kinds]
-    num_bytes = (columns.sizes.prod(axis=1) * itemsizes[columns.entries]).tolist()
-    kinds, dims, shapes = keys.kinds.tolist(), keys.num_dims.tolist(), keys.shapes.tolist()
-    of_component: dict[str, list[ChunkSource]] = {}
-    rows = zip(columns.entries.tolist(), columns.offsets.tolist(), columns.sizes.tolist(), num_bytes, strict=True)
-    for row, (entry, offsets, sizes, nbytes) in enumerate(rows):
-        name, info, num = keys.names[entry], infos[kinds[entry]], dims[entry]
-        if info is None:
-            source = _object_source(name, *values.object(row))
-        else:
-            extents = tuple(sizes[:num])
-            load = partial(values.tensor, row, extents, info.torch_dtype)
-            source = ChunkSource(name, info, tuple(shapes[entry][:num]), tuple(offsets[:num]), extents, nbytes, load)
-        of_component.setdefault(components.of(name), []).append(source)
+    num_bytes = columns.sizes.prod(axis=1) * itemsizes[columns.entries]
+    names, codes = components.of_all(keys.names)
+    of_row = np.array(codes, dtype=np.int64)[columns.entries]
+    of_component: dict[str, list[Source]] = {}
+    memory = values.memory()
+    packs = (
+        np.zeros(len(columns), dtype=np.bool_) if memory is None else (memory.addresses != 0) & (num_bytes > 0) & (num_bytes < PACK_BYTES)
+    )
+    for row, source in _sources_one_by_one(columns, values, infos, np.flatnonzero(~packs), num_bytes):
+        of_component.setdefault(names[of_row[row]], []).append(source)
+    if memory is not None:
+        groups = of_row * len(infos) + keys.kinds[columns.entries]
+        for group in np.unique(groups[packs]).tolist():
+            component, kind = divmod(group, len(infos))
+            info = infos[kind]
+            assert info is not None, "objects have no address"
+            for rows in _blockfuls(np.flatnonzero(packs & (groups == group)), num_bytes):
+                of_component.setdefault(names[component], []).append(_packed(columns, memory, rows, info, num_bytes[rows]))
     return of_component
 
 
-def _object_source(name: str, array: NDArray[np.uint8], info: dtypes.DtypeInfo) -> ChunkSource:
+def _sources_one_by_one(
+    columns: PlanColumns, values: RowValues, infos: Sequence[DtypeInfo | None], rows: _Int64s, num_bytes: _Int64s
+) -> Iterator[tuple[int, ChunkSource]]:
+    keys = columns.keys
+    boxes = (columns.entries[rows].tolist(), columns.offsets[rows].tolist(), columns.sizes[rows].tolist(), num_bytes[rows].tolist())
+    for row, entry, offsets, sizes, nbytes in zip(rows.tolist(), *boxes, strict=True):
+        name, info, num = keys.names[entry], infos[keys.kinds[entry]], int(keys.num_dims[entry])
+        if info is None:
+            yield row, _object_source(name, *values.object(row))
+            continue
+        extents = tuple(sizes[:num])
+        load = partial(values.tensor, row, extents, info.torch_dtype)
+        yield row, ChunkSource(name, info, tuple(keys.shapes[entry, :num].tolist()), tuple(offsets[:num]), extents, nbytes, load)
+
+
+def _blockfuls(rows: _Int64s, num_bytes: _Int64s) -> Iterator[_Int64s]:
+    """Cut rows into runs that fit into a block each."""
+    ends = np.cumsum(num_bytes[rows])
+    first = 0
+    while first < len(rows):
+        before = int(ends[first - 1]) if first else 0
+        stop = int(np.searchsorted(ends, before + BLOCK_BYTES, side="right"))
+        yield rows[first:stop]
+        first = stop
+
+
+def _packed(columns: PlanColumns, memory: RowMemory, rows: _Int64s, info: DtypeInfo, num_bytes: _Int64s) -> PackedChunks:
+    keys, entries = columns.keys, columns.entries[rows]
+    return PackedChunks(
+        names=[keys.names[entry] for entry in entries.tolist()],
+        dtype=info,
+        num_dims=keys.num_dims[entries],
+        shapes=keys.shapes[entries],
+        offsets=columns.offsets[rows],
+        sizes=columns.sizes[rows],
+        num_bytes=num_bytes,
+        addresses=memory.addresses[rows],
+        owners=memory.owners,
+    )
+
+
+def _object_source(name: str, array: NDArray[np.uint8], info: DtypeInfo) -> ChunkSource:
     extent = (array.size,)
     return ChunkSource(name, info, extent, (0,), extent, array.size, lambda: array)
 

@@ -33,7 +33,7 @@ from dcp_engine.storage.limits import MAX_DIMS
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.planner_values import ObjectTarget, RowValues, TensorBytes, TensorTarget, object_bytes
 from dcp_engine.storage.read_whole import WholeTargets
-from dcp_engine.storage.records import ChunkSource, ReadRequest
+from dcp_engine.storage.records import ChunkSource, ReadRequest, Source
 from dcp_engine.stored_tensors import ColumnItems, StoredTensors
 from dcp_engine.types import EngineMetadata, PlannerData
 
@@ -133,7 +133,7 @@ def check_tensors(plan: SavePlan) -> None:
         known.add(kind)
 
 
-def sources_of_plan(plan: SavePlan, planner: SavePlanner, components: ComponentMap) -> dict[str, list[ChunkSource]]:
+def sources_of_plan(plan: SavePlan, planner: SavePlanner, components: ComponentMap) -> dict[str, list[Source]]:
     """What a rank has to write, by component, each in the plan's order.
 
     Objects are encoded here, since their length must be known before their chunk is described; they stay in memory until written.
@@ -151,7 +151,7 @@ def sources_of_plan(plan: SavePlan, planner: SavePlanner, components: ComponentM
     if isinstance(plan.items, PlanItems) and (columns := plan.items.columns()) is not None:
         with without_gc():
             return column_sources(columns, RowValues(planner, columns), components)
-    sources: dict[str, list[ChunkSource]] = {}
+    sources: dict[str, list[Source]] = {}
     with without_gc():
         for item in plan.items:
             source = _object_source(item, planner) if item.type is WriteItemType.BYTE_IO else _tensor_source(item, planner)

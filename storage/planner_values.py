@@ -9,7 +9,7 @@ import ctypes
 import io
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from dcp_engine.errors import (
 )
 from dcp_engine.memory import memory_bytes, require_memory
 from dcp_engine.objects import decode_object, encode_object
-from dcp_engine.plan_columns import PlanColumns
+from dcp_engine.plan_columns import PlanColumns, RowMemory
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.dtypes import DtypeInfo
 from dcp_engine.types import EncodedObject
@@ -106,6 +106,11 @@ class RowValues:
 
     planner: SavePlanner
     columns: PlanColumns
+
+    def memory(self) -> RowMemory | None:
+        """Where the values lie, if the planner's own class tells: an object that stands in for one of ours is asked row by row."""
+        tells = getattr(type(self.planner), "row_memory", None)
+        return None if tells is None else cast("RowMemory | None", tells(self.planner, self.columns))
 
     def tensor(self, row: int, sizes: tuple[int, ...], dtype: torch.dtype | None) -> NDArray[np.uint8]:
         """As :class:`TensorBytes`."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dcp_engine.storage.packed_chunks import PackedChunks
+
 if TYPE_CHECKING:
     from dcp_engine.storage.dtypes import DtypeInfo
+    from dcp_engine.storage.table import TableBuilder
 
-__all__ = ["ChunkSource", "PipelineOptions", "ReadRequest", "ShardReceipt"]
+__all__ = ["ChunkSource", "PipelineOptions", "ReadRequest", "ShardReceipt", "Source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,14 @@ class ChunkSource:
     sizes: tuple[int, ...]
     nbytes: int
     load: Callable[[], NDArray[np.uint8]]
+
+    def record(self, table: TableBuilder, block: int, block_offset: int) -> None:
+        """Say where it was stored: from ``block_offset`` of a block on."""
+        table.add_chunk(self.name, self.dtype.code, self.shape, self.offsets, self.sizes, block, block_offset)
+
+
+Source: TypeAlias = ChunkSource | PackedChunks
+"""What a shard file is made of. Many small chunks together are treated as one chunk would be, but for how they are recorded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Final
 
 from dcp_engine.storage.backends import Directory, WriteFile
 from dcp_engine.storage.limits import BLOCK_BYTES
-from dcp_engine.storage.records import ChunkSource, PipelineOptions, ShardReceipt
+from dcp_engine.storage.records import PipelineOptions, ShardReceipt, Source
 from dcp_engine.storage.shard_write import ShardSpec
 from dcp_engine.storage.workers import WorkerPool
 from dcp_engine.storage.write_pipeline import write_files
@@ -39,7 +39,7 @@ class Writer:
     nonce: str
 
 
-def stripes_of(sources: Sequence[ChunkSource], num_threads: int) -> list[list[ChunkSource]]:
+def stripes_of(sources: Sequence[Source], num_threads: int) -> list[list[Source]]:
     """Share the chunks of a component among files, about equally by bytes, in the given order within each.
 
     Args:
@@ -51,7 +51,7 @@ def stripes_of(sources: Sequence[ChunkSource], num_threads: int) -> list[list[Ch
     """
     total = sum(source.nbytes for source in sources)
     num_stripes = max(1, min(MAX_STRIPES, num_threads, total // STRIPE_BYTES))
-    stripes: list[list[ChunkSource]] = [[] for _ in range(num_stripes)]
+    stripes: list[list[Source]] = [[] for _ in range(num_stripes)]
     filled = [0] * num_stripes
     for source in sources:
         emptiest = filled.index(min(filled)) if source.nbytes else 0
@@ -61,7 +61,7 @@ def stripes_of(sources: Sequence[ChunkSource], num_threads: int) -> list[list[Ch
 
 
 def write_shards(
-    directory: Directory, by_component: Mapping[str, Sequence[ChunkSource]], writer: Writer, options: PipelineOptions
+    directory: Directory, by_component: Mapping[str, Sequence[Source]], writer: Writer, options: PipelineOptions
 ) -> list[ShardReceipt]:
     """Write and commit this rank's files.
 
@@ -102,7 +102,7 @@ def write_shards(
     return receipts
 
 
-def _spec(component: str, stripe: int, sources: Sequence[ChunkSource], writer: Writer) -> ShardSpec:
+def _spec(component: str, stripe: int, sources: Sequence[Source], writer: Writer) -> ShardSpec:
     return ShardSpec(
         component=component,
         rank=writer.rank,

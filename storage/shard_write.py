@@ -14,7 +14,7 @@ from dcp_engine.storage.codecs import NAMES
 from dcp_engine.storage.envelope import FOOTER_MAGIC, header_bytes, pack_record, shard_name
 from dcp_engine.storage.footer import Footer, encode_footer
 from dcp_engine.storage.limits import BLOCK_BYTES, HEADER_BYTES, PACK_BYTES
-from dcp_engine.storage.records import ChunkSource, PipelineOptions, ShardReceipt
+from dcp_engine.storage.records import ChunkSource, PipelineOptions, ShardReceipt, Source
 from dcp_engine.storage.table import TableBuilder
 from dcp_engine.storage.workers import WorkerPool
 from dcp_engine.storage.write_batch import Batch, Places, write_encoded, write_raw
@@ -47,7 +47,7 @@ class ShardSpec:
     rank: int
     world_size: int
     nonce: str
-    sources: Sequence[ChunkSource]
+    sources: Sequence[Source]
     stripe: int = 0
 
     @property
@@ -166,7 +166,7 @@ class ShardWrite:
         """
         spec, file = self._spec, self._opened()
         for source in spec.sources:
-            if not source.nbytes:
+            if isinstance(source, ChunkSource) and not source.nbytes:
                 # It has no chunk, but whoever rebuilds a lost manifest from the footers must know that the entry exists.
                 self._table.add_entry(source.name, source.dtype.code, source.shape)
         footer = encode_footer(Footer(spec.nonce, spec.component, spec.rank, spec.world_size, self._table.build(), spec.stripe))
@@ -210,7 +210,7 @@ class ShardWrite:
             index = self._table.add_block(block.raw_bytes, stored_bytes, codec, digest)
             offset = 0
             for source in block.sources:
-                self._table.add_chunk(source.name, source.dtype.code, source.shape, source.offsets, source.sizes, index, offset)
+                source.record(self._table, index, offset)
                 offset += source.nbytes
             self._raw_bytes += block.raw_bytes
             self._stored_bytes += stored_bytes

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -10,9 +14,14 @@ import numpy.typing as npt
 from dcp_engine.errors import PlanError
 from dcp_engine.storage.shard_table import ShardTable, check_name, row_starts
 
+if TYPE_CHECKING:
+    from dcp_engine.storage.packed_chunks import PackedChunks
+
 __all__ = ["ShardTable", "TableBuilder", "merge_tables"]
 
 _I64 = npt.NDArray[np.int64]
+_Chunk = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
+"""Block, offset in it, entry, offsets and sizes of the box."""
 
 
 class TableBuilder:
@@ -24,7 +33,8 @@ class TableBuilder:
     def __init__(self) -> None:
         self._index: dict[str, int] = {}
         self._entries: list[tuple[int, tuple[int, ...]]] = []
-        self._chunks: list[tuple[int, int, int, tuple[int, ...], tuple[int, ...]]] = []
+        self._chunks: list[_Chunk] = []
+        self._packed: list[tuple[int, int, PackedChunks]] = []
         self._blocks: list[tuple[int, int, int, int]] = []
 
     def add_entry(self, name: str, dtype_code: int, shape: tuple[int, ...]) -> int:
@@ -87,27 +97,85 @@ class TableBuilder:
         """
         self._chunks.append((block, block_offset, self.add_entry(name, dtype_code, tuple(shape)), tuple(offsets), tuple(sizes)))
 
+    def add_chunks(self, chunks: PackedChunks, block: int, block_offset: int) -> None:
+        """Record many chunks that lie back to back in one block, as :meth:`add_chunk` does one.
+
+        Args:
+            chunks: not looked at before :meth:`build`, which raises as ``add_chunk`` would.
+            block: index of the block that holds them.
+            block_offset: where the first begins in the raw bytes of that block.
+        """
+        self._packed.append((block, block_offset, chunks))
+
     def build(self) -> ShardTable:
-        """The table. The blocks must be just those that the chunks need."""
-        chunks = sorted(self._chunks)
+        """The table. The blocks must be just those that the chunks need.
+
+        Raises:
+            PlanError, LimitExceededError: as of :meth:`add_entry`.
+        """
+        names = self._names()
+        packed = [chunks for _, _, chunks in self._packed]
+        blocks, block_offsets, entries, offsets, sizes = self._chunk_columns()
         raw, stored, codecs, digests = zip(*self._blocks, strict=True) if self._blocks else ((), (), (), ())
         table = ShardTable(
-            names=list(self._index),
-            entry_dtypes=np.array([code for code, _ in self._entries], dtype=np.uint8),
-            entry_dims=np.array([len(shape) for _, shape in self._entries], dtype=np.uint8),
-            entry_shapes=_flat([shape for _, shape in self._entries]),
-            chunk_entries=np.array([chunk[2] for chunk in chunks], dtype=np.int64),
-            chunk_offsets=_flat([chunk[3] for chunk in chunks]),
-            chunk_sizes=_flat([chunk[4] for chunk in chunks]),
-            chunk_begins=np.array([chunk[1] == 0 for chunk in chunks], dtype=np.bool_),
+            names=names,
+            entry_dtypes=np.repeat(
+                np.array([*(code for code, _ in self._entries), *(chunks.dtype.code for chunks in packed)], dtype=np.uint8),
+                [*[1] * len(self._entries), *(len(chunks.names) for chunks in packed)],
+            ),
+            entry_dims=np.concatenate(
+                [np.array([len(shape) for _, shape in self._entries], dtype=np.uint8), *(chunks.num_dims for chunks in packed)]
+            ),
+            entry_shapes=np.concatenate([_flat([shape for _, shape in self._entries]), *(chunks.flat(chunks.shapes) for chunks in packed)]),
+            chunk_entries=entries,
+            chunk_offsets=offsets,
+            chunk_sizes=sizes,
+            chunk_begins=block_offsets == 0,
             block_codecs=np.array(codecs, dtype=np.uint8),
             block_saved_bytes=np.array(raw, dtype=np.int64) - np.array(stored, dtype=np.int64),
             block_digests=np.array(digests, dtype=np.uint64),
         )
         assert table.block_raw_bytes.tolist() == list(raw), "blocks were recorded with other lengths than their chunks have"
-        assert table.chunk_first_block.tolist() == [chunk[0] for chunk in chunks], "chunks were recorded in other blocks"
-        assert table.chunk_block_offset.tolist() == [chunk[1] for chunk in chunks], "chunks were recorded at other offsets"
+        assert np.array_equal(table.chunk_first_block, blocks), "chunks were recorded in other blocks"
+        assert np.array_equal(table.chunk_block_offset, block_offsets), "chunks were recorded at other offsets"
         return table
+
+    def _names(self) -> list[str]:
+        """All entries: those that were added one by one, and then those of packed chunks, whose names are looked at only here."""
+        names = [*self._index, *itertools.chain.from_iterable(chunks.names for _, _, chunks in self._packed)]
+        if self._packed and len(set(names)) < len(names):
+            # An entry in several chunks of one file: each has to be looked up by its name.
+            for chunk in itertools.chain.from_iterable(chunks.one_by_one(block, start) for block, start, chunks in self._packed):
+                self.add_chunk(*chunk)
+            self._packed.clear()
+            return list(self._index)
+        for name in itertools.islice(names, len(self._index), None):
+            check_name(name)
+        return names
+
+    def _chunk_columns(self) -> list[_I64]:
+        """Block, offset in it and entry of each chunk, in the order of the file; offsets and sizes of their boxes, flat."""
+        loose = sorted(self._chunks)
+        packed = []
+        first = len(self._entries)
+        for block, start, chunks in self._packed:
+            entries = np.arange(first, first + len(chunks.names))
+            columns = (np.full(len(entries), block), start + chunks.starts, entries, chunks.flat(chunks.offsets), chunks.flat(chunks.sizes))
+            packed.append(((block, start), columns))
+            first += len(entries)
+        parts: list[Sequence[_I64]] = []
+        done = 0
+        for place, columns in sorted(packed, key=itemgetter(0)):
+            stop = bisect_left(loose, place)
+            parts += [_columns_of(loose[done:stop]), columns]
+            done = stop
+        parts.append(_columns_of(loose[done:]))
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+
+def _columns_of(chunks: Sequence[_Chunk]) -> Sequence[_I64]:
+    blocks, block_offsets, entries, offsets, sizes = zip(*chunks, strict=True) if chunks else ((), (), (), (), ())
+    return (*(np.array(column, dtype=np.int64) for column in (blocks, block_offsets, entries)), _flat(offsets), _flat(sizes))
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> _I64:

@@ -11,7 +11,7 @@ import numpy as np
 
 from dcp_engine.errors import PlanError
 from dcp_engine.storage.limits import BLOCK_BYTES, PACK_BYTES
-from dcp_engine.storage.records import ChunkSource
+from dcp_engine.storage.records import Source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,7 +27,7 @@ class _Shared:
 
     __slots__ = ("_array", "_lock", "source")
 
-    def __init__(self, source: ChunkSource) -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
         self._lock = threading.Lock()
         self._array: NDArray[np.uint8] | None = None
@@ -56,7 +56,7 @@ class Block:
         is_last: no later block belongs to the shared chunk.
     """
 
-    sources: Sequence[ChunkSource]
+    sources: Sequence[Source]
     dtype: DtypeInfo
     raw_bytes: int
     shared: _Shared | None = None
@@ -73,9 +73,9 @@ class Block:
         return memoryview(b"".join(cast("Iterable[Buffer]", map(_loaded, self.sources))))
 
 
-def blocks_of(sources: Sequence[ChunkSource]) -> Iterator[Block]:
+def blocks_of(sources: Sequence[Source]) -> Iterator[Block]:
     """Cut chunks into blocks, in the order of the file."""
-    small: dict[int, list[ChunkSource]] = {}
+    small: dict[int, list[Source]] = {}
     for source in sources:
         nbytes = source.nbytes
         if nbytes >= PACK_BYTES:
@@ -93,7 +93,7 @@ def blocks_of(sources: Sequence[ChunkSource]) -> Iterator[Block]:
         yield Block(group[first:], source.dtype, total)
 
 
-def _blocks_of_chunk(source: ChunkSource) -> Iterator[Block]:
+def _blocks_of_chunk(source: Source) -> Iterator[Block]:
     if source.nbytes <= BLOCK_BYTES:
         yield Block((source,), source.dtype, source.nbytes)
         return
@@ -117,13 +117,13 @@ def batches_of(blocks: Iterable[Block], batch_bytes: int) -> Iterator[list[Block
         yield batch
 
 
-def _loaded(source: ChunkSource) -> NDArray[np.uint8]:
+def _loaded(source: Source) -> NDArray[np.uint8]:
     array = source.load()
     if array.nbytes != source.nbytes:
         raise PlanError(
             "a tensor's data is not as long as planned",
             tensor=source.name,
-            expected=f"{source.nbytes} bytes for sizes {source.sizes}",
+            expected=f"{source.nbytes} bytes",
             found=f"{array.nbytes} bytes",
             remedy="keep the state unchanged while it is being saved",
         )
