@@ -95,6 +95,7 @@ MAX_DEPTH = 128
 _BY_TYPE: dict[type, Extension] = {**STANDARD, **ARRAYS}
 _BY_CODE: dict[int, Extension] = {row.code: row for row in (INT, STR, *_BY_TYPE.values(), *BY_BASE.values(), ENUM, RECORD)}
 _TAGS = {code: msgpack.packb(msgpack.ExtType(code, b"")) for code in _BY_CODE}
+_TUPLE = msgpack.ExtType(_BY_TYPE[tuple].code, b"")
 _SCALARS = frozenset((type(None), bool, int, float, str))
 _SMALL_BYTES = 4096
 """Up to here a copy by the packer costs less than another part to join."""
@@ -226,6 +227,21 @@ class _Encoder:
             return False
         return True
 
+    def _flat_tuples(self, items: dict[Any, Any]) -> bool:
+        """As :meth:`_flat`, for a dict of tuples of scalars: a state has as many paths as tensors."""
+        values, pack = items.values(), self._packer.pack
+        if not {tuple}.issuperset(map(type, values)) or not _SCALARS.issuperset(map(type, chain.from_iterable(values))):
+            return False
+        if len(self._open) >= MAX_DEPTH:
+            return False
+        try:
+            # One after the other: as many lists at once would set off collections of all that the process holds.
+            packed = [part for key, value in items.items() for part in (pack(key), pack([_TUPLE, *value]))]
+        except (OverflowError, UnicodeEncodeError):
+            return False
+        self.parts += (self._packer.pack_map_header(len(items)), *packed)
+        return True
+
     def _list(self, items: list[object]) -> None:
         self._enter(items)
         if not (_SCALARS.issuperset(map(type, items)) and self._flat(items)):
@@ -235,7 +251,8 @@ class _Encoder:
 
     def _dict(self, items: dict[Any, object], *, attributes: bool = False) -> None:
         self._enter(items)
-        if not (_SCALARS.issuperset(map(type, chain(items, items.values()))) and type(items) is dict and self._flat(items)):
+        plain = type(items) is dict and _SCALARS.issuperset(map(type, items))
+        if not (plain and (self._flat(items) if _SCALARS.issuperset(map(type, items.values())) else self._flat_tuples(items))):
             self.parts.append(self._packer.pack_map_header(len(items)))
             for key, item in items.items():
                 try:

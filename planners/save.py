@@ -106,7 +106,8 @@ class BalancedSavePlanner(DefaultSavePlanner):
         Raises:
             DuplicateKeyError: two paths of the state have one name. StateError kinds: a container that cannot be kept.
         """
-        self._local = LocalState(state_dict, flattened=self.flatten_state_dict, engine=isinstance(storage_meta, EngineStorageMeta))
+        with without_gc():
+            self._local = LocalState(state_dict, flattened=self.flatten_state_dict, engine=isinstance(storage_meta, EngineStorageMeta))
         self.state_dict = self._local.leaves
         self.mappings = dict(self._local.paths or {})
         self.is_coordinator = is_coordinator

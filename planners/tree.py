@@ -87,17 +87,17 @@ class _Walk:
         self._open: set[int] = set()
         self.leaves: dict[str, Any] = {}
         self.paths: dict[str, Path] = {}
-        self.sites: dict[str, tuple[int, Any]] = {}
-        """Name -> (index into ``containers``, typed key in it)."""
         self.containers: list[_Container] = []
         """Every container that was traversed, outer ones first."""
 
     def run(self, state: Mapping[Any, Any]) -> Flat:
         root = self._node(state, "")
         stack = [self._enter(state, -1, None, "", (), root)]
-        leaves, paths, sites = self.leaves, self.paths, self.sites
+        leaves, paths = self.leaves, self.paths
         while stack:
             number, children, prefix, path, entries = stack[-1]
+            if self._take_all(number, prefix, path, entries):
+                children = ()
             for key, segment, value in children:
                 name = f"{prefix}{segment}"
                 cls = type(value)
@@ -109,12 +109,26 @@ class _Walk:
                     self._duplicate(name, (number, key))
                 leaves[name] = value
                 paths[name] = (*path, segment)
-                sites[name] = (number, key)
                 entries[key] = Node("empty_list", name) if cls is list and not value else name
             else:
                 stack.pop()
                 self._open.discard(id(self.containers[number].value))
         return Flat(leaves, paths, root)
+
+    def _take_all(self, number: int, prefix: str, path: Path, entries: dict[Any, Node | str]) -> bool:
+        """Take all children of a mapping at once, where they are leaves by their types under new names: there may be 100,000 of them."""
+        mapping = self.containers[number].value
+        if entries or type(mapping) not in (dict, OrderedDict) or not _LEAVES.issuperset(map(type, mapping.values())):
+            return False
+        if not {str}.issuperset(map(type, mapping)):
+            return False
+        names = [prefix + key for key in mapping]
+        if not self.leaves.keys().isdisjoint(names):
+            return False
+        self.leaves.update(zip(names, mapping.values(), strict=True))
+        self.paths.update(zip(names, [(*path, key) for key in mapping], strict=True))
+        entries.update(zip(mapping, names, strict=True))
+        return True
 
     def _enter(self, value: Any, parent: int, key: Any, prefix: str, path: Path, node: Node) -> tuple[Any, ...]:
         if id(value) in self._open:
@@ -122,8 +136,12 @@ class _Walk:
         self._open.add(id(value))
         number = len(self.containers)
         self.containers.append(_Container(value, parent, key))
-        children = self._items(value, number, prefix) if isinstance(value, Mapping) else ((i, i, item) for i, item in enumerate(value))
-        return number, children, prefix, path, node.entries
+        return number, self._children(number, prefix), prefix, path, node.entries
+
+    def _children(self, number: int, prefix: str) -> Iterator[tuple[Any, Any, Any]]:
+        """Typed key, its segment of the path, and value."""
+        value = self.containers[number].value
+        return self._items(value, number, prefix) if isinstance(value, Mapping) else ((i, i, item) for i, item in enumerate(value))
 
     def _items(self, mapping: Mapping[Any, Any], number: int, prefix: str) -> Iterator[tuple[Any, str, Any]]:
         if {str}.issuperset(map(type, mapping)):
@@ -217,7 +235,14 @@ class _Walk:
         return "state" + "".join(reversed(steps))
 
     def _duplicate(self, name: str, site: tuple[int, Any]) -> NoReturn:
-        self._raise_duplicate(self._show(*self.sites[name]), self._show(*site), name)
+        prefixes = [""]
+        for number, container in enumerate(self.containers):
+            if number:
+                prefixes.append(f"{prefixes[container.parent]}{container.key}.")
+            for key, segment, value in self._children(number, prefixes[number]):
+                if f"{prefixes[number]}{segment}" == name and value is self.leaves[name] and (number, key) != site:
+                    self._raise_duplicate(self._show(number, key), self._show(*site), name)
+        self._raise_duplicate(name, self._show(*site), name)
 
     def _raise_duplicate(self, one: str, other: str, name: str) -> NoReturn:
         raise DuplicateKeyError(

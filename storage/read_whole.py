@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcp_engine.storage.limits import BLOCK_BYTES
+from dcp_engine.storage.scattered import scatter
 
 if TYPE_CHECKING:
     from dcp_engine.storage.manifest import Manifest
@@ -77,13 +78,7 @@ class WholeTargets:
             block: its index among the blocks of all files.
             raw: its raw bytes.
         """
-        offsets = self._offsets[rows]
         skipped = (block - self._first_blocks[rows]) * BLOCK_BYTES
         num_bytes = np.minimum(self._num_bytes[rows] - skipped, BLOCK_BYTES)
-        assert int((offsets + num_bytes).max()) <= len(raw) <= BLOCK_BYTES, "a chunk reaches out of its block"
-        targets = self._addresses[rows] + skipped
-        sources = offsets + np.frombuffer(raw, dtype=np.uint8).ctypes.data
-        # An array or a tensor for each place would cost several times the copy.
-        move = ctypes.memmove
-        for target, source, size in zip(targets.tolist(), sources.tolist(), num_bytes.tolist(), strict=True):
-            move(target, source, size)
+        assert len(raw) <= BLOCK_BYTES, "a block of another size"
+        scatter(np.frombuffer(raw, dtype=np.uint8), self._offsets[rows], self._addresses[rows] + skipped, num_bytes)
