@@ -17,7 +17,9 @@ from dcp_engine.planners.local_shards import LocalTensor, describe
 __all__ = ["PlainTensors", "addresses_of", "take_plain"]
 
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-_QUANTISED = frozenset((torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+_QUANTISED = frozenset(
+    getattr(torch, name) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4") if hasattr(torch, name)
+)  # torch is taking them out
 
 
 class PlainTensors:

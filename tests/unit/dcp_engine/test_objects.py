@@ -662,3 +662,17 @@ def test_arrays_of_elements_without_bytes_keep_their_type_and_claim_no_memory(dt
     claimed = decode_object(hostile, key="k")
     assert isinstance(claimed, np.ndarray)
     assert claimed.nbytes == 0
+
+
+@pytest.mark.parametrize("paths", [{"a.b": ("a", "b"), "c.0": ("c", 0)}, {"a": (1.5, None, True)}, {1: ()}])
+def test_a_dict_of_tuples_is_encoded_as_any_other_dict(paths: dict[Any, Any]) -> None:
+    """One value that is no tuple takes the general way: the bytes of all others must be those of the fast one."""
+    alone, beside = encode_object(paths, key="x"), encode_object({**paths, "z": []}, key="x")
+    assert beside == bytes([alone[0] + 1]) + alone[1:] + encode_object("z", key="x") + encode_object([], key="x")
+    assert decode_object(alone, key="x") == paths
+    assert all(type(value) is tuple for value in decode_object(alone, key="x").values())  # type: ignore[attr-defined]
+
+
+def test_tuples_that_need_extensions_of_their_own_are_kept() -> None:
+    paths = {"a": (1 << 80, "b"), "c": ("\ud800",), "d": ((1,), ())}
+    assert decode_object(encode_object(paths, key="x"), key="x") == paths
