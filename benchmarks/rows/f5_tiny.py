@@ -31,7 +31,7 @@ class Tiny:
         for num in sizes:
             state = tiny_state(options, num)
             target = state.empty_like()
-            # A save or load takes them some ten seconds with the first size, and minutes with the second: once, there, tells a factor of 20.
+            # A save or load takes these some ten seconds with the first size, where one round tells a factor of 20; then minutes.
             slow = {engine.name: 1 for engine in _engines(options) if engine.role == "dcp" or engine.name.startswith("torch-check")}
             engines = [engine for engine in _engines(options) if num == sizes[0] or engine.name not in slow]
             rounds = 2 if options.quick else 5
