@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from dcp_engine.plan_columns import PlanColumns, RowMemory
 from dcp_engine.planners.local_shards import LocalTensor, describe
 
-__all__ = ["PlainTensors", "addresses_of", "take_plain"]
+__all__ = ["PlainTensors", "take_plain"]
 
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _QUANTISED = frozenset(
     getattr(torch, name) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4") if hasattr(torch, name)
 )  # torch is taking them out
+_LOWEST_ADDRESS = 1 << 22
+"""No allocator gives memory below. A tensor that seems to lie there is empty, or its memory was freed, and its offset alone is left."""
 
 
 class PlainTensors:
@@ -30,6 +32,7 @@ class PlainTensors:
         values: the tensor of each, as the state holds it.
         dtypes: of each.
         shapes: of each, in elements.
+        addresses: where the first element of each lay when it was taken.
 
     Thread-safety: once it is filled, immutable.
     """
@@ -39,6 +42,7 @@ class PlainTensors:
         self.values: list[torch.Tensor] = []
         self.dtypes: list[torch.dtype] = []
         self.shapes: list[torch.Size] = []
+        self.addresses: list[int] = []
 
     def describe(self, key: str) -> LocalTensor | None:
         """One of them as ``describe`` would have it; None where the key is none of them."""
@@ -64,7 +68,9 @@ class PlainTensors:
         in_place &= ~np.fromiter(map(torch.Tensor.is_neg, values), dtype=np.bool_, count=num)
         if any(dtype.is_complex for dtype in set(self.dtypes)):
             in_place &= ~np.fromiter(map(torch.Tensor.is_conj, values), dtype=np.bool_, count=num)
-        addresses = np.where(in_place, addresses_of(values), 0)
+        # Anew: whoever replaced a tensor's memory since then has freed what was there.
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, values), dtype=np.int64, count=num)
+        addresses[~in_place | (addresses < _LOWEST_ADDRESS)] = 0
         num_bytes = np.fromiter(map(attrgetter("nbytes"), values), dtype=np.int64, count=num)
         keys, entries = columns.keys, columns.entries
         itemsizes = np.array([0 if dtype is None else dtype.itemsize for dtype in keys.palette], dtype=np.int64)[keys.kinds]
@@ -90,7 +96,7 @@ def take_plain(leaves: Mapping[str, Any]) -> tuple[PlainTensors, list[tuple[int,
     plain = PlainTensors()
     rest: list[tuple[int, str]] = []
     strided, types, quantised = torch.strided, _PLAIN_TYPES, _QUANTISED
-    keys, values, dtypes, shapes = plain.keys, plain.values, plain.dtypes, plain.shapes
+    keys, values, dtypes, shapes, addresses = plain.keys, plain.values, plain.dtypes, plain.shapes, plain.addresses
     for key, value in leaves.items():
         if (
             type(value) in types
@@ -99,17 +105,13 @@ def take_plain(leaves: Mapping[str, Any]) -> tuple[PlainTensors, list[tuple[int,
             and not value.is_nested
             and (dtype := value.dtype) not in quantised
             and not hasattr(value, "global_shape")
+            and (address := value.data_ptr()) >= _LOWEST_ADDRESS
         ):
             keys.append(key)
             values.append(value)
             dtypes.append(dtype)
             shapes.append(value.shape)
+            addresses.append(address)
         else:
             rest.append((len(keys), key))
     return plain, rest
-
-
-def addresses_of(tensors: list[torch.Tensor]) -> NDArray[np.int64]:
-    """Where the first element of each lies; 0 for one that has no memory."""
-    # Addresses are unsigned in C, and never above 2**63.
-    return np.fromiter(map(torch.Tensor.data_ptr, tensors), dtype=np.int64, count=len(tensors))

@@ -18,7 +18,7 @@ from dcp_engine.objects import encode_object
 from dcp_engine.plan_columns import PlanColumns, RowMemory, compress, pack_integers, unpack_integers
 from dcp_engine.planners.column_builder import ColumnBuilder
 from dcp_engine.planners.local_shards import LocalTensor, describe, is_tensor_like
-from dcp_engine.planners.plain_tensors import PlainTensors, addresses_of, take_plain
+from dcp_engine.planners.plain_tensors import PlainTensors, take_plain
 from dcp_engine.planners.replicas import ContentDigests
 from dcp_engine.planners.skeleton import encode_skeleton
 from dcp_engine.planners.ties import find_ties, repeated
@@ -227,7 +227,7 @@ class LocalState:
     def ties(self) -> dict[str, str]:
         """Alias key -> key with the same memory on this rank."""
         others = [tensor for tensor in self.tensors.values() if tensor.shards]
-        addresses = addresses_of([*self.plain.values, *(tensor.shards[0].tensor for tensor in others)])
+        addresses = np.array([*self.plain.addresses, *(tensor.shards[0].tensor.data_ptr() for tensor in others)], dtype=np.int64)
         keys = [*self.plain.keys, *(tensor.key for tensor in others)]
         sharing = [self.tensor(keys[number]) for number in np.flatnonzero(repeated(addresses)).tolist()]
         return find_ties([tensor for tensor in sharing if tensor is not None])

@@ -8,7 +8,7 @@ import torch
 
 from dcp_engine.planners.column_builder import ColumnBuilder
 from dcp_engine.planners.local_shards import describe
-from dcp_engine.planners.plain_tensors import addresses_of, take_plain
+from dcp_engine.planners.plain_tensors import take_plain
 from dcp_engine.planners.ties import repeated
 
 
@@ -20,6 +20,8 @@ class Subclass(torch.Tensor):
 def test_plain_tensors_in_host_memory_are_taken_and_all_else_is_left_in_its_place() -> None:
     with_fields = torch.zeros(2)
     with_fields.global_shape = (4,)  # type: ignore[attr-defined]
+    freed = torch.zeros(100)[5:]
+    freed.untyped_storage().resize_(0)
     leaves: dict[str, Any] = {
         "a": torch.zeros(2, 3),
         "object": [1],
@@ -31,13 +33,15 @@ def test_plain_tensors_in_host_memory_are_taken_and_all_else_is_left_in_its_plac
         "quantised": torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8),
         "nested": torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]),
         "fields": with_fields,
-        "d": torch.zeros(0),
+        "freed": freed,
+        "empty": torch.zeros(0),
     }
     plain, rest = take_plain(leaves)
-    assert plain.keys == ["a", "b", "c", "d"]
-    assert plain.dtypes == [torch.float32, torch.float32, torch.int8, torch.float32]
-    assert [tuple(shape) for shape in plain.shapes] == [(2, 3), (), (2,), (0,)]
-    assert rest == [(1, "object"), *((3, key) for key in ("meta", "sparse", "subclass", "quantised", "nested", "fields"))]
+    assert plain.keys == ["a", "b", "c"]
+    assert plain.dtypes == [torch.float32, torch.float32, torch.int8]
+    assert [tuple(shape) for shape in plain.shapes] == [(2, 3), (), (2,)]
+    assert plain.addresses == [leaves[key].data_ptr() for key in "abc"]
+    assert rest == [(1, "object"), *((3, key) for key in ("meta", "sparse", "subclass", "quantised", "nested", "fields", "freed", "empty"))]
 
 
 def test_one_is_described_as_any_tensor_is() -> None:
@@ -67,6 +71,7 @@ def test_rows_that_are_a_whole_tensor_in_one_run_of_memory_have_an_address() -> 
 
 def test_addresses_that_occur_twice_are_found() -> None:
     tensor = torch.zeros(4)
-    addresses = addresses_of([tensor, tensor[1:], tensor.view(2, 2), torch.zeros(1)])
+    plain, _ = take_plain(dict(enumerate([tensor, tensor[1:], tensor.view(2, 2), torch.zeros(1)])))  # type: ignore[arg-type]
+    addresses = np.array(plain.addresses)
     assert repeated(addresses).tolist() == [True, False, True, False]
     assert repeated(addresses[1:3]).tolist() == [False, False]
