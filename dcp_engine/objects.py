@@ -75,6 +75,7 @@ import enum
 import reprlib
 import struct
 import threading
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -97,9 +98,7 @@ _BY_CODE: dict[int, Extension] = {row.code: row for row in (INT, STR, *_BY_TYPE.
 _TAGS = {code: msgpack.packb(msgpack.ExtType(code, b"")) for code in _BY_CODE}
 _TUPLE = msgpack.ExtType(_BY_TYPE[tuple].code, b"")
 _SCALARS = frozenset((type(None), bool, int, float, str))
-_SMALL_BYTES = 4096
-"""Up to here a copy by the packer costs less than another part to join."""
-
+_SMALL_BYTES = 4096  # up to here a copy by the packer costs less than another part to join
 _threads = threading.local()
 
 
@@ -221,26 +220,25 @@ class _Encoder:
 
     def _flat(self, value: object) -> bool:
         """Encode a container of scalars in one call, if none of them needs an extension."""
-        try:
+        with suppress(OverflowError, UnicodeEncodeError):
             self.parts.append(self._packer.pack(value))
-        except (OverflowError, UnicodeEncodeError):
-            return False
-        return True
+            return True
+        return False
 
     def _flat_tuples(self, items: dict[Any, Any]) -> bool:
         """As :meth:`_flat`, for a dict of tuples of scalars: a state has as many paths as tensors."""
         values, pack = items.values(), self._packer.pack
-        if not {tuple}.issuperset(map(type, values)) or not _SCALARS.issuperset(map(type, chain.from_iterable(values))):
-            return False
-        if len(self._open) >= MAX_DEPTH:
-            return False
-        try:
-            # One after the other: as many lists at once would set off collections of all that the process holds.
-            packed = [part for key, value in items.items() for part in (pack(key), pack([_TUPLE, *value]))]
-        except (OverflowError, UnicodeEncodeError):
-            return False
-        self.parts += (self._packer.pack_map_header(len(items)), *packed)
-        return True
+        if (
+            len(self._open) < MAX_DEPTH
+            and {tuple}.issuperset(map(type, values))
+            and _SCALARS.issuperset(map(type, chain.from_iterable(values)))
+        ):
+            with suppress(OverflowError, UnicodeEncodeError):
+                # One after the other: as many lists at once would set off collections of all that the process holds.
+                parts = [part for key, value in items.items() for part in (pack(key), pack([_TUPLE, *value]))]
+                self.parts += (self._packer.pack_map_header(len(items)), *parts)
+                return True
+        return False
 
     def _list(self, items: list[object]) -> None:
         self._enter(items)
@@ -251,8 +249,8 @@ class _Encoder:
 
     def _dict(self, items: dict[Any, object], *, attributes: bool = False) -> None:
         self._enter(items)
-        plain = type(items) is dict and _SCALARS.issuperset(map(type, items))
-        if not (plain and (self._flat(items) if _SCALARS.issuperset(map(type, items.values())) else self._flat_tuples(items))):
+        flat = self._flat if _SCALARS.issuperset(map(type, items.values())) else self._flat_tuples
+        if not (type(items) is dict and _SCALARS.issuperset(map(type, items)) and flat(items)):
             self.parts.append(self._packer.pack_map_header(len(items)))
             for key, item in items.items():
                 try:
@@ -319,9 +317,8 @@ class _Encoder:
 
 def _short(key: object) -> str:
     """How a message shows a key: never long, and never an error of its own, as ``repr`` of a huge int or of a user's class can be."""
-    return (
-        reprlib.repr(key) if type(key) in (str, bool, float, type(None)) or (type(key) is int and abs(key) < 2**64) else type(key).__name__
-    )
+    is_short = type(key) in (str, bool, float, type(None)) or (type(key) is int and abs(key) < 2**64)
+    return reprlib.repr(key) if is_short else type(key).__name__
 
 
 def _row_of(value: object) -> Extension:
