@@ -228,11 +228,8 @@ class _Encoder:
     def _flat_tuples(self, items: dict[Any, Any]) -> bool:
         """As :meth:`_flat`, for a dict of tuples of scalars: a state has as many paths as tensors."""
         values, pack = items.values(), self._packer.pack
-        if (
-            len(self._open) < MAX_DEPTH
-            and {tuple}.issuperset(map(type, values))
-            and _SCALARS.issuperset(map(type, chain.from_iterable(values)))
-        ):
+        nested = {tuple}.issuperset(map(type, values)) and _SCALARS.issuperset(map(type, chain.from_iterable(values)))
+        if nested and len(self._open) < MAX_DEPTH:
             with suppress(OverflowError, UnicodeEncodeError):
                 # One after the other: as many lists at once would set off collections of all that the process holds.
                 parts = [part for key, value in items.items() for part in (pack(key), pack([_TUPLE, *value]))]
