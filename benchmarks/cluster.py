@@ -33,6 +33,7 @@ from dcp_engine.storage.dtypes import of_tensor_dtype
 from dcp_engine.storage.envelope import FOOTER_MAGIC, pack_record
 from dcp_engine.storage.footer import Footer, encode_footer
 from dcp_engine.storage.limits import HEADER_BYTES, RECORD_BYTES
+from dcp_engine.storage.packed_table import PackedTable
 from dcp_engine.storage.records import ShardReceipt
 from dcp_engine.storage.table import TableBuilder
 
@@ -205,8 +206,8 @@ def _written_by_us(cluster: Cluster, rank: int) -> list[WriteResult]:
         block = table.add_block(_CHUNK_BYTES, stored, 2, noise.getrandbits(64))
         table.add_chunk(name, dtype.code, shape, (_ROWS * rank, 0), (_ROWS, _COLUMNS), block, 0)
         stored_bytes += -(-stored // 64) * 64
-    footer = encode_footer(Footer(nonce, "model", rank, cluster.ranks, table.build()))
-    _, body = pack_record(FOOTER_MAGIC, footer)
+    built = table.build()
+    _, body = pack_record(FOOTER_MAGIC, encode_footer(Footer(nonce, "model", rank, cluster.ranks, built)))
     name = f"model-{rank:05d}.shard"
     size_bytes = HEADER_BYTES + stored_bytes + len(body) + RECORD_BYTES
     with open(os.path.join(_attempt(cluster.path), name), "xb") as file:
@@ -215,9 +216,10 @@ def _written_by_us(cluster: Cluster, rank: int) -> list[WriteResult]:
         name=name,
         component="model",
         rank=rank,
+        world_size=cluster.ranks,
         nonce=nonce,
         size_bytes=size_bytes,
-        footer=footer,
+        table=PackedTable.of(built),
         footer_sha256=hashlib.sha256(body).digest(),
         raw_bytes=_CHUNK_BYTES * cluster.tensors,
         stored_bytes=stored_bytes,

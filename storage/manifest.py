@@ -17,13 +17,14 @@ from dcp_engine.errors import DcpEngineError, MalformedCheckpointError, PlanErro
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.columns import pack_document
 from dcp_engine.storage.dtypes import DtypeInfo
-from dcp_engine.storage.envelope import MANIFEST_MAGIC, open_body, pack_record, parse_record
-from dcp_engine.storage.footer import decode_footer
+from dcp_engine.storage.envelope import MANIFEST_MAGIC, open_body, pack_record, parse_record, shard_name
 from dcp_engine.storage.limits import ALIGN_BYTES, FORMAT_VERSION, HEADER_BYTES, RECORD_BYTES
 from dcp_engine.storage.manifest_checks import check_fields, check_files, untiled_entries
 from dcp_engine.storage.manifest_document import FileRecord, from_document, to_document
-from dcp_engine.storage.shard_table import ShardTable, row_starts
+from dcp_engine.storage.packed_table import PackedTable
+from dcp_engine.storage.shard_table import ShardTable
 from dcp_engine.storage.table import TableBuilder, merge_tables
+from dcp_engine.storage.table_columns import TableColumns, row_starts
 
 __all__ = ["ChunkView", "EntryView", "FileRecord", "Manifest", "Receipt"]
 
@@ -42,9 +43,13 @@ class Receipt(Protocol):
     @property
     def stripe(self) -> int: ...
     @property
+    def world_size(self) -> int: ...
+    @property
+    def nonce(self) -> str: ...
+    @property
     def size_bytes(self) -> int: ...
     @property
-    def footer(self) -> bytes: ...
+    def table(self) -> PackedTable: ...
     @property
     def footer_sha256(self) -> bytes: ...
 
@@ -191,8 +196,7 @@ class Manifest:
         extra = TableBuilder()
         for entry in empty_entries:
             extra.add_entry(*entry)
-        tables = [_table_of(receipt, nonce, world_size) for receipt in ordered]
-        table, num_blocks, num_chunks = merge_tables([*tables, extra.build()])
+        table, num_blocks, num_chunks = merge_tables([*_tables_of(ordered, nonce, world_size), extra.build()])
         files = tuple(
             FileRecord(
                 receipt.name, receipt.component, receipt.rank, receipt.size_bytes, receipt.footer_sha256, chunks, blocks, receipt.stripe
@@ -347,21 +351,28 @@ class Manifest:
         return (_decode, (self.encode(),))
 
 
-def _table_of(receipt: Receipt, nonce: str, world_size: int) -> ShardTable:
-    """The table of a file that was written. Raises ``PlanError`` if the file is not of this save."""
-    footer = decode_footer(receipt.footer)
-    expected = (nonce, receipt.name, receipt.component, receipt.rank, receipt.stripe, world_size)
-    found = (footer.nonce, footer.name, footer.component, footer.rank, footer.stripe, footer.world_size)
-    if found != expected:
-        raise PlanError(
-            "a file does not belong to this save",
-            file=receipt.name,
-            rank=receipt.rank,
-            expected=f"nonce, name, component, rank, stripe and world size {expected}",
-            found=found,
-            remedy="the path must belong to one save at a time",
-        )
-    return footer.table
+def _tables_of(receipts: Sequence[Receipt], nonce: str, world_size: int) -> list[TableColumns]:
+    """The tables of files that were written. Raises ``PlanError`` if one is not of this save, or has no table."""
+    tables = []
+    known: dict[Any, Any] = {}
+    for receipt in receipts:
+        expected = (nonce, world_size, shard_name(receipt.component, receipt.rank, receipt.stripe))
+        found = (receipt.nonce, receipt.world_size, receipt.name)
+        if found != expected:
+            raise PlanError(
+                "a file does not belong to this save",
+                file=receipt.name,
+                rank=receipt.rank,
+                expected=f"nonce, world size and name {expected}",
+                found=found,
+                remedy="the path must belong to one save at a time",
+            )
+        try:
+            tables.append(receipt.table.unpack(known))
+        except DcpEngineError as error:
+            error.file, error.rank = receipt.name, receipt.rank
+            raise
+    return tables
 
 
 def _decode(data: bytes) -> Manifest:

@@ -23,7 +23,8 @@ from dcp_engine.storage.limits import (
     MAX_WORLD_SIZE,
     RECORD_BYTES,
 )
-from dcp_engine.storage.shard_table import ShardTable, check_count, check_name, row_starts, rows_by_dims
+from dcp_engine.storage.shard_table import ShardTable
+from dcp_engine.storage.table_columns import check_count, check_name, row_starts, rows_by_dims
 from dcp_engine.storage.tiling import tiled
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from dcp_engine.storage.limits import (
     MAX_NAME_BYTES,
     RECORD_BYTES,
 )
-from dcp_engine.storage.shard_table import TABLE_FIELDS, ShardTable, row_starts
+from dcp_engine.storage.shard_table import ShardTable
+from dcp_engine.storage.table_columns import TABLE_FIELDS, row_starts
 
 if TYPE_CHECKING:
     from dcp_engine.storage.manifest import Manifest
