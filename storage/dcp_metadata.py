@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -50,19 +50,43 @@ class ChunkLocation:
     nbytes: int
 
 
-@dataclass(slots=True)
 class ManifestIndex(Mapping[MetadataIndex, ChunkLocation]):
     """``Metadata.storage_data`` of a checkpoint of ours: where each chunk lies, looked up in the manifest when asked.
 
-    Crosses ranks as the encoded manifest, a dozen bytes a block, instead of one object a chunk. Thread-safe: immutable but for caches.
+    Crosses ranks as the encoded manifest, a dozen bytes a block, instead of one object a chunk, and is decoded when somebody looks: every
+    rank of a save receives one, and hardly any asks.
+
+    Args:
+        manifest: of the checkpoint, or its encoded form.
+        path: of the checkpoint.
+
+    Raises:
+        Every use but :attr:`path` and a pickle: ``CorruptCheckpointError`` kinds, where the encoded form is no manifest.
+
+    Thread-safety: immutable but for caches, which may be filled twice.
     """
 
-    manifest: Manifest
-    path: str
-    _by_offsets: dict[int, dict[tuple[int, ...], int]] = field(default_factory=dict, repr=False)
+    __slots__ = ("_by_offsets", "_manifest", "path")
+
+    def __init__(self, manifest: Manifest | bytes, path: str) -> None:
+        self._manifest = manifest
+        self._by_offsets: dict[int, dict[tuple[int, ...], int]] = {}
+        self.path = path
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is looked up."""
+        found = self._manifest
+        if isinstance(found, bytes):
+            found = self._manifest = Manifest.decode(found, path=self.path)
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (ManifestIndex, (self.manifest, self.path))
+        found = self._manifest
+        return (ManifestIndex, (found if isinstance(found, bytes) else found.encode(), self.path))
+
+    def __repr__(self) -> str:
+        return f"ManifestIndex({self.path!r})"
 
     def __len__(self) -> int:
         return sum(len(self.manifest.chunks_of(self._entry(name))[2]) for name in self._names())

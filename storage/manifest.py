@@ -18,13 +18,13 @@ from dcp_engine.storage import dtypes
 from dcp_engine.storage.columns import pack_document
 from dcp_engine.storage.dtypes import DtypeInfo
 from dcp_engine.storage.envelope import MANIFEST_MAGIC, open_body, pack_record, parse_record, shard_name
-from dcp_engine.storage.limits import ALIGN_BYTES, FORMAT_VERSION, HEADER_BYTES, RECORD_BYTES
+from dcp_engine.storage.limits import FORMAT_VERSION, HEADER_BYTES, RECORD_BYTES
 from dcp_engine.storage.manifest_checks import check_fields, check_files, untiled_entries
 from dcp_engine.storage.manifest_document import FileRecord, from_document, to_document
 from dcp_engine.storage.packed_table import PackedTable
 from dcp_engine.storage.shard_table import ShardTable
 from dcp_engine.storage.table import TableBuilder, merge_tables
-from dcp_engine.storage.table_columns import TableColumns, row_starts
+from dcp_engine.storage.table_columns import TableColumns, aligned, row_starts
 
 __all__ = ["ChunkView", "EntryView", "FileRecord", "Manifest", "Receipt"]
 
@@ -226,13 +226,16 @@ class Manifest:
             raise PlanError(error.message, tensor=error.tensor, expected=error.expected, found=error.found) from error
 
     def encode(self) -> bytes:
-        """The bytes of the file MANIFEST.
+        """The bytes of the file MANIFEST, made once.
 
         Raises:
             LimitExceededError: larger than the format allows.
         """
-        record, stored = pack_record(MANIFEST_MAGIC, pack_document(to_document(self, self.file_extents)))
-        return record + stored
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        return b"".join(pack_record(MANIFEST_MAGIC, pack_document(to_document(self, self.file_extents))))
 
     @classmethod
     def decode(cls, data: bytes | memoryview, *, path: str | None = None) -> Manifest:
@@ -277,13 +280,11 @@ class Manifest:
         )
 
     @cached_property
-    def _chunk_order(self) -> tuple[_I64, list[int]]:
-        counts = np.bincount(self.table.chunk_entries, minlength=len(self.names))
-        return np.argsort(self.table.chunk_entries, kind="stable"), row_starts(counts).tolist()
+    def _entry_starts(self) -> list[int]:
+        return row_starts(np.bincount(self.table.chunk_entries, minlength=len(self.names))).tolist()
 
     def _chunk_ids(self, entry: int) -> _I64:
-        order, starts = self._chunk_order
-        return order[starts[entry] : starts[entry + 1]]
+        return self.table.chunk_order[self._entry_starts[entry] : self._entry_starts[entry + 1]]
 
     def chunks_of(self, entry: int) -> tuple[_I64, _I64, _I64]:
         """The chunks of an entry.
@@ -328,7 +329,7 @@ class Manifest:
     @cached_property
     def block_extent(self) -> _I64:
         """Bytes that each block takes up in its file, padding included."""
-        return -(-self.table.block_stored_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        return aligned(self.table.block_stored_bytes)
 
     @cached_property
     def block_position(self) -> _I64:

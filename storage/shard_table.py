@@ -28,9 +28,11 @@ from dcp_engine.storage.limits import (
 )
 from dcp_engine.storage.table_columns import (
     TABLE_FIELDS,
+    Boxes,
     TableColumns,
     block_columns,
     block_document,
+    boxes_by_dims,
     check_count,
     entry_columns,
     entry_document,
@@ -39,7 +41,6 @@ from dcp_engine.storage.table_columns import (
     offsets_column,
     require,
     row_starts,
-    rows_by_dims,
 )
 
 __all__ = ["ShardTable"]
@@ -55,6 +56,7 @@ class ShardTable(TableColumns):
 
     The rest is derived:
         shape_starts, box_starts: where the extents of an entry, or of a chunk, start in the flat columns; one more than there are rows.
+        chunk_order: ids of the chunks by their entries; those of one entry ascend.
         chunk_bytes: raw bytes of each chunk.
         chunk_first_block: block that holds the chunk's first byte.
         chunk_num_blocks: blocks that the chunk spans, at least 1.
@@ -70,6 +72,7 @@ class ShardTable(TableColumns):
 
     shape_starts: _I64 = field(init=False)
     box_starts: _I64 = field(init=False)
+    chunk_order: _I64 = field(init=False)
     chunk_bytes: _I64 = field(init=False)
     chunk_first_block: _I64 = field(init=False)
     chunk_num_blocks: _I64 = field(init=False)
@@ -87,7 +90,7 @@ class ShardTable(TableColumns):
         self._set(shape_starts=row_starts(self.entry_dims))
         self._check_entries()
         chunk_dims = self.entry_dims[self.chunk_entries]
-        self._set(box_starts=row_starts(chunk_dims))
+        self._set(box_starts=row_starts(chunk_dims), chunk_order=np.argsort(self.chunk_entries, kind="stable"))
         require(len(self.chunk_offsets) == self.box_starts[-1] == len(self.chunk_sizes), "boxes of another number of dimensions")
         require(not len(self.chunk_sizes) or int(self.chunk_sizes.min()) >= 1, "a chunk without elements")
         elements = _products(self.chunk_sizes, self.box_starts)
@@ -156,6 +159,10 @@ class ShardTable(TableColumns):
         rows = slice(self.box_starts[chunk], self.box_starts[chunk + 1])
         return tuple(self.chunk_offsets[rows].tolist()), tuple(self.chunk_sizes[rows].tolist())
 
+    def boxes(self) -> Iterator[Boxes]:
+        """All chunks, by number of dimensions."""
+        yield from boxes_by_dims(self.chunk_entries, self.chunk_order, self.box_starts, self.entry_dims)
+
     def chunks(self) -> Iterator[tuple[str, int, tuple[int, ...], tuple[int, ...]]]:
         """Name, dtype code, offsets and sizes of each chunk, in order."""
         offsets, sizes, starts = self.chunk_offsets.tolist(), self.chunk_sizes.tolist(), self.box_starts.tolist()
@@ -184,8 +191,7 @@ class ShardTable(TableColumns):
         entries = entry_columns(document)
         layout = layout_columns(document, entries["entry_dims"])
         steps = offsets_column(document, len(layout["chunk_sizes"]))
-        owners = layout["chunk_entries"]
-        offsets = _offsets_of_steps(owners, row_starts(entries["entry_dims"][owners]), steps)
+        offsets = _offsets_of_steps(layout["chunk_entries"], entries["entry_dims"], steps)
         return cls(**entries, **layout, chunk_offsets=offsets, **block_columns(document))
 
     def to_msgpack(self) -> bytes:
@@ -229,25 +235,26 @@ def _steps_of_offsets(table: ShardTable) -> _I64:
     Regular shardings become constants, which compress to next to nothing.
     """
     steps = table.chunk_offsets.copy()
-    for rows, places in rows_by_dims(table.box_starts):
-        order = np.argsort(table.chunk_entries[rows], kind="stable")
-        owners, places = table.chunk_entries[rows][order], places[order]
-        again = np.flatnonzero(owners[1:] == owners[:-1])
-        steps[places[again + 1]] -= table.chunk_offsets[places[again]]
+    for boxes in table.boxes():
+        offsets = boxes.of(table.chunk_offsets)
+        again = boxes.owners[1:] == boxes.owners[:-1]
+        offsets[1:] -= np.where(again[:, None], offsets[:-1], 0)
+        boxes.put(offsets, steps)
     return steps
 
 
-def _offsets_of_steps(entries: _I64, starts: _I64, steps: _I64) -> _I64:
+def _offsets_of_steps(entries: _I64, dims: npt.NDArray[np.uint8], steps: _I64) -> _I64:
     """The inverse of :func:`_steps_of_offsets`. Hostile steps wrap around; the check of the boxes finds what comes of it."""
     offsets = steps.copy()
-    for rows, places in rows_by_dims(starts):
-        order = np.argsort(entries[rows], kind="stable")
-        owners, places = entries[rows][order], places[order]
-        firsts = np.concatenate((np.ones(1, dtype=np.bool_), owners[1:] != owners[:-1]))
+    order = np.argsort(entries, kind="stable")
+    for boxes in boxes_by_dims(entries, order, row_starts(dims[entries]), dims):
+        firsts = np.append(True, boxes.owners[1:] != boxes.owners[:-1])
         if firsts.all():
             continue
-        sums = np.cumsum(steps[places], axis=0)
+        own = boxes.of(steps)
+        sums = np.cumsum(own, axis=0)
         begins = np.flatnonzero(firsts)
-        base = sums[begins] - steps[places[begins]]
-        offsets[places] = sums - base[np.cumsum(firsts) - 1]
+        base = sums[begins] - own[begins]
+        sums -= np.repeat(base, np.diff(np.append(begins, len(sums))), axis=0)
+        boxes.put(sums, offsets)
     return offsets

@@ -4,7 +4,6 @@ beyond what a document can be.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +13,19 @@ import numpy.typing as npt
 
 from dcp_engine.errors import LimitExceededError, MalformedCheckpointError
 from dcp_engine.storage import columns
-from dcp_engine.storage.limits import MAX_BLOCKS, MAX_CHUNKS, MAX_ENTRIES, MAX_NAME_BYTES
+from dcp_engine.storage.limits import ALIGN_BYTES, MAX_BLOCKS, MAX_CHUNKS, MAX_ENTRIES, MAX_NAME_BYTES
 
 __all__ = [
     "BLOCK_FIELDS",
     "ENTRY_FIELDS",
     "LAYOUT_FIELDS",
     "TABLE_FIELDS",
+    "Boxes",
     "TableColumns",
+    "aligned",
     "block_columns",
     "block_document",
+    "boxes_by_dims",
     "check_count",
     "check_name",
     "entry_columns",
@@ -74,6 +76,11 @@ def row_starts(counts: npt.NDArray[Any] | Sequence[int]) -> _I64:
     return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)))
 
 
+def aligned(num_bytes: _I64) -> _I64:
+    """Lengths rounded up to whole units of alignment, as blocks lie in a file."""
+    return (num_bytes + (ALIGN_BYTES - 1)) & -ALIGN_BYTES
+
+
 def rows_by_dims(starts: _I64) -> Iterator[tuple[_I64, npt.NDArray[Any]]]:
     """Group rows of a flat column by their number of values.
 
@@ -84,13 +91,61 @@ def rows_by_dims(starts: _I64) -> Iterator[tuple[_I64, npt.NDArray[Any]]]:
         The rows of one length d >= 0, and the ``[num_rows, d]`` positions of their values in the flat column.
     """
     counts = np.diff(starts)
-    order = np.argsort(counts, kind="stable")
-    ordered = counts[order]
-    bounds = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(order)]
-    for first, last in itertools.pairwise(bounds):
-        if first < last:
-            rows = order[first:last]
-            yield rows, starts[rows][:, None] + np.arange(ordered[first])
+    for dims in np.unique(counts).tolist():
+        rows = np.flatnonzero(counts == dims)
+        yield rows, starts[rows][:, None] + np.arange(dims)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """The chunks whose entries have one number of dimensions.
+
+    Attributes:
+        dims: that number.
+        chunks: their ids, by entry; those of one entry ascend.
+        owners: entry of each, ascending.
+        places: where each starts in the flat columns of boxes; ``None``: at ``dims`` times its id.
+    """
+
+    dims: int
+    chunks: _I64
+    owners: _I64
+    places: _I64 | None
+
+    def of(self, column: _I64) -> _I64:
+        """Their rows of a flat column, ``[num_chunks, dims]``, a copy."""
+        if self.places is None:
+            return np.take(column.reshape(-1, self.dims), self.chunks, axis=0)  # several times as fast as indexing
+        return column[self.places[:, None] + np.arange(self.dims)]
+
+    def put(self, rows: _I64, column: _I64) -> None:
+        """The inverse of :meth:`of`: write to a flat column."""
+        for dim in range(self.dims):
+            if self.places is None:
+                column[dim :: self.dims][self.chunks] = rows[:, dim]
+            else:
+                column[self.places + dim] = rows[:, dim]
+
+
+def boxes_by_dims(entries: _I64, order: _I64, starts: _I64, dims: npt.NDArray[np.uint8]) -> Iterator[Boxes]:
+    """Group chunks by their number of dimensions.
+
+    Args:
+        entries: of each chunk.
+        order: of the chunks, by entry.
+        starts: where each chunk starts in the flat columns, and the last ends.
+        dims: of each entry.
+    """
+    owners = entries[order]
+    of_chunks = dims[owners]
+    used = np.flatnonzero(np.bincount(of_chunks)).tolist()
+    for num in used:
+        if len(used) == 1:
+            yield Boxes(num, order, owners, None if num else starts[order])
+            continue
+        some = np.flatnonzero(of_chunks == num)
+        chunks = order[some]
+        yield Boxes(num, chunks, owners[some], starts[chunks])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ import torch
 from support.manifests import manifest_of, receipt_of
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from dcp_engine.errors import MalformedCheckpointError
+from dcp_engine.errors import CorruptCheckpointError, MalformedCheckpointError
 from dcp_engine.objects import encode_object
 from dcp_engine.storage.dcp_metadata import ManifestIndex, ManifestMetadata, metadata_of_manifest
 from dcp_engine.storage.manifest import Manifest
@@ -111,3 +111,24 @@ def test_shapes_that_no_column_read_needs_are_not_unpacked() -> None:
     assert not any(stored.is_whole)
     assert len(stored.shapes) == 5000
     assert peak_bytes < 2_000_000
+
+
+def test_the_index_is_decoded_where_it_arrives_when_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pickle.dumps(ManifestIndex(manifest(), "p"))
+    decoded: list[str | None] = []
+    decode = Manifest.decode
+    monkeypatch.setattr(Manifest, "decode", lambda data, *, path=None: decoded.append(path) or decode(data, path=path))
+    index = pickle.loads(data)
+    assert (index.path, decoded) == ("p", [])
+    again = pickle.loads(pickle.dumps(index))
+    assert decoded == []
+    assert again[MetadataIndex("w", [2])].block_offset == 8
+    assert [again[key].nbytes for key in again] == [8, 8, 5]
+    assert decoded == ["p"]
+
+
+def test_an_index_that_is_damaged_says_so_when_somebody_looks() -> None:
+    index = ManifestIndex(manifest().encode()[:-1], "p")
+    with pytest.raises(CorruptCheckpointError) as caught:
+        len(index)
+    assert (caught.value.path, caught.value.file) == ("p", "MANIFEST")
