@@ -23,6 +23,7 @@ from dcp_engine.memory import memory_bytes
 from dcp_engine.objects import decode_object
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.manifest import Manifest
+from dcp_engine.stored_chunks import StoredChunks
 from dcp_engine.stored_tensors import StoredTensors
 from dcp_engine.types import EngineMetadata, PlannerData
 
@@ -119,15 +120,16 @@ class ManifestIndex(Mapping[MetadataIndex, ChunkLocation]):
 
     def find_chunk(self, entry: int, index: MetadataIndex) -> int | None:
         """Manifest id of the chunk of ``entry`` that begins at ``index.offset``; ``index.index`` is a hint. ``None``: there is none."""
-        offsets, _, ids = self.manifest.chunks_of(entry)
-        if self.manifest.entry(entry).dtype.is_object:
+        table, ids = self.manifest.table, self.manifest.chunk_ids(entry)
+        if dtypes.of_code(int(table.entry_dtypes[entry])).is_object:
             return int(ids[0]) if len(ids) else None
-        wanted = tuple(index.offset) if index.offset is not None else (0,) * offsets.shape[1]
+        wanted = tuple(index.offset) if index.offset is not None else (0,) * int(table.entry_dims[entry])
         hint = index.index
-        if hint is not None and 0 <= hint < len(ids) and tuple(offsets[hint].tolist()) == wanted:
-            return int(ids[hint])
+        if hint is not None and 0 <= hint < len(ids) and table.box(chunk := int(ids[hint]))[0] == wanted:
+            return chunk
         known = self._by_offsets.get(entry)
         if known is None:
+            offsets, _, _ = self.manifest.chunks_of(entry)
             known = {tuple(row): int(chunk) for row, chunk in zip(offsets.tolist(), ids, strict=True)}
             self._by_offsets[entry] = known
         return known.get(wanted)
@@ -182,18 +184,37 @@ class ManifestEntries(Mapping[str, _EntryMetadata]):
 
 
 def _entry_metadata(manifest: Manifest, entry: int) -> _EntryMetadata:
-    view = manifest.entry(entry)
-    if view.dtype.torch_dtype is None:
+    dtype = dtypes.of_code(int(manifest.table.entry_dtypes[entry])).torch_dtype
+    if dtype is None:
         return BytesStorageMetadata()
-    offsets, sizes, _ = manifest.chunks_of(entry)
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=view.dtype.torch_dtype),
-        size=torch.Size(view.shape),
-        chunks=[
-            ChunkStorageMetadata(offsets=torch.Size(begin), sizes=torch.Size(extent))
-            for begin, extent in zip(offsets.tolist(), sizes.tolist(), strict=True)
-        ],
-    )
+    return StoredTensor(TensorProperties(dtype=dtype), torch.Size(manifest.table.shape(entry)), manifest, entry)
+
+
+class StoredTensor(TensorStorageMetadata):
+    """DCP's record of a tensor. Those of its chunks are made when somebody looks: an ordinary list. Crosses ranks as an ordinary record."""
+
+    def __init__(self, properties: TensorProperties, size: torch.Size, manifest: Manifest, entry: int) -> None:
+        self.properties = properties
+        self.size = size
+        self._manifest = manifest
+        self._entry = entry
+
+    @cached_property
+    def chunks(self) -> list[ChunkStorageMetadata]:  # type: ignore[override]
+        """As of :class:`TensorStorageMetadata`."""
+        offsets, sizes, _ = self._manifest.chunks_of(self._entry)
+        rows = zip(offsets.tolist(), sizes.tolist(), strict=True)
+        return [ChunkStorageMetadata(offsets=torch.Size(begin), sizes=torch.Size(extent)) for begin, extent in rows]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorStorageMetadata):
+            return NotImplemented
+        return (self.properties, self.size, self.chunks) == (other.properties, other.size, other.chunks)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (TensorStorageMetadata, (self.properties, self.size, self.chunks))
 
 
 class ManifestMetadata(EngineMetadata):
@@ -220,6 +241,15 @@ class ManifestMetadata(EngineMetadata):
         index = self.storage_data
         assert isinstance(index, ManifestIndex)
         return _stored_tensors(index.manifest)
+
+    @cached_property
+    def stored_chunks(self) -> StoredChunks:
+        """Their chunks, by columns, for our planner."""
+        index = self.storage_data
+        assert isinstance(index, ManifestIndex)
+        manifest, table = index.manifest, index.manifest.table
+        starts = np.array(manifest.entry_starts, dtype=np.int64)
+        return StoredChunks(manifest.ids, table.chunk_order, starts, table.box_starts, table.chunk_offsets, table.chunk_sizes)
 
 
 def metadata_of_manifest(manifest: Manifest, *, path: str, manifest_sha256: str) -> ManifestMetadata:

@@ -276,15 +276,17 @@ class Manifest:
     def entry(self, entry: int) -> EntryView:
         """One entry by its id."""
         return EntryView(
-            entry, self.names[entry], dtypes.of_code(int(self.table.entry_dtypes[entry])), self.table.shape(entry), self._chunk_ids(entry)
+            entry, self.names[entry], dtypes.of_code(int(self.table.entry_dtypes[entry])), self.table.shape(entry), self.chunk_ids(entry)
         )
 
     @cached_property
-    def _entry_starts(self) -> list[int]:
+    def entry_starts(self) -> list[int]:
+        """Where the chunks of each entry begin in the table's ``chunk_order``, and where the last one's end."""
         return row_starts(np.bincount(self.table.chunk_entries, minlength=len(self.names))).tolist()
 
-    def _chunk_ids(self, entry: int) -> _I64:
-        return self.table.chunk_order[self._entry_starts[entry] : self._entry_starts[entry + 1]]
+    def chunk_ids(self, entry: int) -> _I64:
+        """Ids of the chunks of an entry, ascending."""
+        return self.table.chunk_order[self.entry_starts[entry] : self.entry_starts[entry + 1]]
 
     def chunks_of(self, entry: int) -> tuple[_I64, _I64, _I64]:
         """The chunks of an entry.
@@ -292,7 +294,7 @@ class Manifest:
         Returns:
             Offsets ``[num_chunks, num_dims]`` and sizes ``[num_chunks, num_dims]``, in elements, and ids ``[num_chunks]``.
         """
-        ids = self._chunk_ids(entry)
+        ids = self.chunk_ids(entry)
         places = self.table.box_starts[ids][:, None] + np.arange(int(self.table.entry_dims[entry]))
         return self.table.chunk_offsets[places], self.table.chunk_sizes[places], ids
 

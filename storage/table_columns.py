@@ -1,5 +1,6 @@
-"""The columns of a table as they are stored, between numpy and documents: nothing that follows from other columns, and nothing checked
-beyond what a document can be.
+"""The columns of a table as they are stored, between numpy and documents.
+
+Nothing that follows from other columns is here, and nothing is checked beyond what a document can be.
 """
 
 from __future__ import annotations
