@@ -42,7 +42,7 @@ __all__ = ["Cluster", "simulate"]
 _ROWS = 64
 _COLUMNS = 512
 _CHUNK_BYTES = 4 * _ROWS * _COLUMNS
-_BYTES_A_CHUNK = {"ours": 800, "dcp": 5_500}
+_BYTES_A_CHUNK = {"ours": 600, "dcp": 5_500}
 """Peak memory of a simulation, as measured, and a little more: it is refused where the machine has less."""
 
 

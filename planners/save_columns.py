@@ -259,8 +259,7 @@ def _num_bytes(united: _United, data: Sequence[LocalPlanData]) -> Int64s:
 def _tile(united: _United, grouped: _Groups, stays: Bools) -> bool:
     """Whether the boxes of every key cover it exactly once. Grids are recognised for all keys at once, others one by one."""
     heads, entries = grouped.heads[stays], grouped.entries[stays]
-    boxes = _rows(united.rows.offsets, heads), _rows(united.rows.sizes, heads), _rows(united.keys.shapes, entries)
-    offsets, sizes, extents = boxes
+    offsets, sizes, extents = _rows(united.rows.offsets, heads), _rows(united.rows.sizes, heads), _rows(united.keys.shapes, entries)
     counts = np.bincount(entries, minlength=len(united.keys.names))
     uncut = np.ones(len(heads), dtype=np.bool_)
     for dim in range(offsets.shape[1]):
@@ -268,7 +267,7 @@ def _tile(united: _United, grouped: _Groups, stays: Bools) -> bool:
     doubtful = np.zeros(len(counts), dtype=np.bool_)
     doubtful[entries[~(uncut & (counts[entries] == 1))]] = True
     some = np.flatnonzero(doubtful[entries])
-    doubtful &= ~_grids(len(counts), entries[some], *(boxes if len(some) == len(entries) else [_rows(of, some) for of in boxes]), counts)
+    doubtful &= ~_grids(len(counts), entries[some], _rows(offsets, some), _rows(sizes, some), _rows(extents, some), counts)
     starts = np.searchsorted(entries, np.arange(len(counts) + 1))
     for entry in np.flatnonzero(doubtful).tolist():
         own, dims = slice(starts[entry], starts[entry + 1]), int(united.keys.num_dims[entry])

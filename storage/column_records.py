@@ -99,8 +99,10 @@ def is_delivered(columns: PlanColumns, ties: Mapping[str, str], manifest: Manife
         own, offsets, sizes = own[order], offsets[order], sizes[order]
     for boxes in table.boxes():
         some = table.entry_dims[own] == boxes.dims
-        planned = (own, offsets, sizes) if some.all() else (own[some], offsets[some], sizes[some])
-        if not _are_same(*planned, boxes, table, is_object):
+        rows = own, offsets, sizes
+        if not some.all():
+            rows = own[some], offsets[some], sizes[some]
+        if not _are_same(*rows, boxes, table, is_object):
             return False
     return True
 

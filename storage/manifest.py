@@ -282,7 +282,8 @@ class Manifest:
     @cached_property
     def entry_starts(self) -> list[int]:
         """Where the chunks of each entry begin in the table's ``chunk_order``, and where the last one's end."""
-        return row_starts(np.bincount(self.table.chunk_entries, minlength=len(self.names))).tolist()
+        starts: list[int] = row_starts(np.bincount(self.table.chunk_entries, minlength=len(self.names))).tolist()
+        return starts
 
     def chunk_ids(self, entry: int) -> _I64:
         """Ids of the chunks of an entry, ascending."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class PackedTable:
         return TableColumns(**entries, **layout, chunk_offsets=offsets, **block_columns(own))
 
 
-def _document(part: bytes, fields: dict[str, type]) -> columns.Document:
+def _document(part: bytes, fields: Mapping[str, type]) -> columns.Document:
     try:
         return columns.unpack_document(decompress(part), fields, what="table")
     except zstandard.ZstdError as error:

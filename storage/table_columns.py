@@ -79,7 +79,8 @@ def row_starts(counts: npt.NDArray[Any] | Sequence[int]) -> _I64:
 
 def aligned(num_bytes: _I64) -> _I64:
     """Lengths rounded up to whole units of alignment, as blocks lie in a file."""
-    return (num_bytes + (ALIGN_BYTES - 1)) & -ALIGN_BYTES
+    rounded: _I64 = (num_bytes + (ALIGN_BYTES - 1)) & -ALIGN_BYTES
+    return rounded
 
 
 def rows_by_dims(starts: _I64) -> Iterator[tuple[_I64, npt.NDArray[Any]]]:

@@ -64,7 +64,7 @@ class Plans:
         """What a reader has to know."""
         return [
             "Seconds are the coordinator's: decode, plan, encode; then decode results, finish, encode the metadata. Nothing is sent.",
-            f"DCP takes some 70 us a chunk: it takes part up to {_MAX_DCP_CHUNKS:,} chunks, or where --ranks asks for it.",
+            f"DCP takes some 70 to 170 us a chunk: it takes part up to {_MAX_DCP_CHUNKS:,} chunks, or where --ranks names the size.",
             "Each run has a process of its own; memory is that process's, with the bytes of all messages in it.",
         ]
 
