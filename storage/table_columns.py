@@ -118,7 +118,8 @@ class Boxes:
         """Their rows of a flat column, ``[num_chunks, dims]``, a copy."""
         if self.places is None:
             return np.take(column.reshape(-1, self.dims), self.chunks, axis=0)  # several times as fast as indexing
-        return column[self.places[:, None] + np.arange(self.dims)]
+        rows: _I64 = column[self.places[:, None] + np.arange(self.dims)]
+        return rows
 
     def put(self, rows: _I64, column: _I64) -> None:
         """The inverse of :meth:`of`: write to a flat column."""
