@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from dcp_engine.storage.dtypes import DtypeInfo
+    from dcp_engine.storage.packed_table import PackedTable
 
 __all__ = ["ChunkSource", "PipelineOptions", "ReadRequest", "ShardReceipt"]
 
@@ -95,9 +96,10 @@ class ShardReceipt:
         name: file name within the checkpoint.
         component: component that the file holds.
         rank: rank that wrote it.
+        world_size: number of ranks that write the checkpoint.
         nonce: hex nonce of the attempt.
         size_bytes: size of the whole file.
-        footer: raw (decompressed) msgpack body of the file's footer, which holds its table.
+        table: of the file, as its footer has it.
         footer_sha256: SHA-256 of the footer body as stored.
         raw_bytes: bytes of all chunks before encoding.
         stored_bytes: bytes of all blocks after encoding, without padding.
@@ -108,9 +110,10 @@ class ShardReceipt:
     name: str
     component: str
     rank: int
+    world_size: int
     nonce: str
     size_bytes: int
-    footer: bytes
+    table: PackedTable
     footer_sha256: bytes
     raw_bytes: int
     stored_bytes: int
