@@ -12,7 +12,8 @@ __all__ = ["draw"]
 _COLOURS: dict[Role, str] = {"ours": "#0072b2", "dcp": "#e69f00", "peer": "0.8", "limit": "white"}
 _ROLES: dict[Role, str] = {"ours": "dcp-engine", "dcp": "DCP", "peer": "other peers", "limit": "plain system calls"}
 _NOT_COMPARABLE = "////"
-_MARKERS = ("o", "s", "^", "x", "D", "v", "+")
+_MARKERS = ("o", "s", "^", "x", "D", "v", "+", "<", ">", "*", "p", "h")
+_FACTS_THAT_GROW = {"open_secs": "open, one rank", "load_plan_secs": "load plan, one rank"}
 
 
 def draw(row: RowResult, folder: str) -> str:
@@ -84,6 +85,9 @@ def _lines(cases: list[CaseResult]) -> dict[tuple[str, Role], list[tuple[float, 
             chunks = system.fact("chunks")
             if chunks and system.time is not None:
                 found.setdefault((system.name, system.role), []).append((chunks, system.time.median))
+                for fact, label in _FACTS_THAT_GROW.items():
+                    if value := system.fact(fact):
+                        found.setdefault((f"{system.name}: {label}", system.role), []).append((chunks, value))
     return {key: points for key, points in found.items() if len(points) > 1}
 
 
@@ -96,7 +100,7 @@ def _growth(axis: Any, lines: dict[tuple[str, Role], list[tuple[float, float]]])
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("chunks (ranks x tensors)", fontsize=8)
-    axis.set_ylabel("coordinator's seconds", fontsize=8)
+    axis.set_ylabel("seconds, of the coordinator if nothing else is said", fontsize=8)
     axis.tick_params(which="both", labelsize=8)
     axis.grid(visible=True, color="0.9", linewidth=0.6)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=7)

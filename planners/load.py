@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,9 +21,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from dcp_engine.errors import InvalidOptionError, PlanError, UnsupportedTensorError, UsageError
 from dcp_engine.garbage import without_gc
 from dcp_engine.planners.build import build_state, collapse_containers
-from dcp_engine.planners.catalogue import Catalogue, read_catalogue
+from dcp_engine.planners.catalogue import Catalogue, Entry, read_catalogue
 from dcp_engine.planners.dtype_policy import DtypePolicy, check_policy, is_exact
-from dcp_engine.planners.load_items import LeanLoadPlan, object_item, tensor_items, with_items
+from dcp_engine.planners.load_chunks import items_of_tensors
+from dcp_engine.planners.load_items import LeanLoadPlan, object_item, with_items
 from dcp_engine.planners.load_object import load_object
 from dcp_engine.planners.load_report import Cast, LoadReport
 from dcp_engine.planners.load_run import LoadRun
@@ -35,6 +37,7 @@ from dcp_engine.planners.selection import Selection
 from dcp_engine.planners.strictness import Strictness, Verdict, judge, listed, report_keys
 from dcp_engine.planners.ties import TieCheck, find_ties
 from dcp_engine.planners.tree import assign, flatten
+from dcp_engine.stored_chunks import stored_chunks_of
 from dcp_engine.stored_tensors import StoredTensors, stored_tensors_of
 from dcp_engine.types import EngineMetadata
 
@@ -367,9 +370,8 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
     def _items(self, present: Sequence[str], ties: Mapping[str, str]) -> list[ReadItem]:
         load = self._load
         assert load.catalogue is not None
-        entries = load.catalogue.entries
-        items: list[ReadItem] = []
-        num_items: dict[str, int] = {}
+        entries, items = load.catalogue.entries, list[ReadItem]()
+        reads: list[tuple[LocalTensor, Entry]] = []
         apart: dict[str, str] = {}
         for key in present:
             entry = entries[key]
@@ -384,15 +386,13 @@ class ReshardLoadPlanner(DefaultLoadPlanner):
                 if entries[first].owner == entry.owner:
                     continue  # read once into the memory that both share
                 apart[key] = first
-            some = tensor_items(target, entry.owner, entry.stored)
-            num_items[key] = len(some)
-            items += some
+            reads.append((target, entry))
             num_elements = sum(math.prod(shard.sizes) for shard in target.shards)
             load.num_tensor_bytes += num_elements * entry.stored.properties.dtype.itemsize
-        if load.whole is not None:
-            load.num_tensor_bytes += load.whole.num_bytes
-        load.tie_check = TieCheck(apart, num_items)
-        return items
+        load.num_tensor_bytes += 0 if load.whole is None else load.whole.num_bytes
+        tensors = items_of_tensors(reads, stored_chunks_of(self._metadata()))
+        load.tie_check = TieCheck(apart, {target.key: len(some) for (target, _), some in zip(reads, tensors, strict=True)})
+        return list(chain(items, *tensors))
 
 
 def _identity(read_item: ReadItem) -> object:

@@ -128,6 +128,11 @@ def _widened(boxes: Int64s, width: int, filler: int) -> Int64s:
     return np.concatenate((boxes, np.full((len(boxes), width - boxes.shape[1]), filler, dtype=np.int64)), axis=1)
 
 
+def _rows(boxes: Int64s, rows: Int64s) -> Int64s:
+    """Some rows; several times as fast as indexing."""
+    return np.take(boxes, rows, axis=0)
+
+
 # -------------------------------------------------------------------------------------------------------------- equal boxes
 
 
@@ -159,7 +164,7 @@ def _group(united: _United) -> _Groups | None:
     bits = 63 - len(shapes).bit_length()
     begins = np.zeros(len(rows), dtype=np.int64)
     for dim in range(shapes.shape[1]):
-        begins += rows.offsets[:, dim] * strides[rows.entries, dim]
+        begins += rows.offsets[:, dim] * np.ascontiguousarray(strides[:, dim])[rows.entries]
     codes = (rows.entries << bits) | (begins & ((1 << bits) - 1))
     order = np.argsort(codes, kind="stable")
     codes = codes[order]
@@ -254,17 +259,15 @@ def _num_bytes(united: _United, data: Sequence[LocalPlanData]) -> Int64s:
 def _tile(united: _United, grouped: _Groups, stays: Bools) -> bool:
     """Whether the boxes of every key cover it exactly once. Grids are recognised for all keys at once, others one by one."""
     heads, entries = grouped.heads[stays], grouped.entries[stays]
-    offsets, sizes = united.rows.offsets[heads], united.rows.sizes[heads]
-    extents = united.keys.shapes[entries]
+    offsets, sizes, extents = _rows(united.rows.offsets, heads), _rows(united.rows.sizes, heads), _rows(united.keys.shapes, entries)
     counts = np.bincount(entries, minlength=len(united.keys.names))
-    uncut = (offsets == 0) & (sizes == extents)
-    whole = uncut.all(axis=1) & (counts[entries] == 1)
-    if whole.all():
-        return True
+    uncut = np.ones(len(heads), dtype=np.bool_)
+    for dim in range(offsets.shape[1]):
+        uncut &= (offsets[:, dim] == 0) & (sizes[:, dim] == extents[:, dim])
     doubtful = np.zeros(len(counts), dtype=np.bool_)
-    doubtful[entries[~whole]] = True
-    some = doubtful[entries]
-    doubtful &= ~_grids(len(counts), entries[some], offsets[some], sizes[some], extents[some], counts)
+    doubtful[entries[~(uncut & (counts[entries] == 1))]] = True
+    some = np.flatnonzero(doubtful[entries])
+    doubtful &= ~_grids(len(counts), entries[some], _rows(offsets, some), _rows(sizes, some), _rows(extents, some), counts)
     starts = np.searchsorted(entries, np.arange(len(counts) + 1))
     for entry in np.flatnonzero(doubtful).tolist():
         own, dims = slice(starts[entry], starts[entry + 1]), int(united.keys.num_dims[entry])
@@ -366,15 +369,18 @@ def _share_out(united: _United, grouped: _Groups, shared: Int64s, num_bytes: Int
 def _described(united: _United, singles: Int64s, parts: _Parts, ties: Mapping[str, str]) -> PlanColumns:
     rows, index = united.rows, united.index
     entries = np.concatenate((rows.entries[singles], rows.entries[parts.rows]))
-    offsets = np.concatenate((rows.offsets[singles], parts.offsets))
-    sizes = np.concatenate((rows.sizes[singles], parts.sizes))
+    offsets = np.concatenate((_rows(rows.offsets, singles), parts.offsets))
+    sizes = np.concatenate((_rows(rows.sizes, singles), parts.sizes))
     columns = [(entries, offsets, sizes)]
     for alias, key in ties.items():
         own = entries == index[key]
         columns.append((np.full(int(own.sum()), index[alias]), offsets[own], sizes[own]))
-    entries, offsets, sizes = (np.concatenate(column) for column in zip(*columns, strict=True))
-    order = np.argsort(entries, kind="stable")
-    return PlanColumns(united.keys, entries[order], offsets[order], sizes[order])
+    if len(columns) > 1:
+        entries, offsets, sizes = (np.concatenate(column) for column in zip(*columns, strict=True))
+    if (entries[1:] < entries[:-1]).any():
+        order = np.argsort(entries, kind="stable")
+        entries, offsets, sizes = entries[order], _rows(offsets, order), _rows(sizes, order)
+    return PlanColumns(united.keys, entries, offsets, sizes)
 
 
 def _choices(united: _United, kept: Bools, parts: _Parts) -> list[Choice]:

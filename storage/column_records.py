@@ -17,6 +17,8 @@ from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.packed_chunks import PackedChunks
 from dcp_engine.storage.planner_values import RowValues
 from dcp_engine.storage.records import ChunkSource, Source
+from dcp_engine.storage.shard_table import ShardTable
+from dcp_engine.storage.table_columns import Boxes
 
 __all__ = ["check_column_tensors", "column_sources", "empty_column_entries", "is_delivered"]
 
@@ -126,32 +128,52 @@ def is_delivered(columns: PlanColumns, ties: Mapping[str, str], manifest: Manife
         False also where it takes a closer look to know.
     """
     keys, table = columns.keys, manifest.table
-    index = {name: entry for entry, name in enumerate(table.names)}
-    ids = np.array([-1 if name in ties else index.get(name, -2) for name in keys.names], dtype=np.int64)
-    own = ids[columns.entries]
-    rows = np.flatnonzero((own != -1) & (columns.sizes > 0).all(axis=1))
-    own = own[rows]
-    if len(rows) != len(table.chunk_entries) or (own == -2).any():
+    ids = np.array([-1 if name in ties else manifest.ids.get(name, -2) for name in keys.names], dtype=np.int64)
+    own, offsets, sizes = ids[columns.entries], columns.offsets, columns.sizes
+    stored = own != -1
+    if not (sizes > 0).all():
+        stored &= (sizes > 0).all(axis=1)
+    if not stored.all():
+        own, offsets, sizes = own[stored], offsets[stored], sizes[stored]
+    if len(own) != len(table.chunk_entries):
         return False
+    used = np.unique(columns.entries[stored])
+    of_key = ids[used]
     is_object = np.isin(table.entry_dtypes, (dtypes.OBJECT.code, dtypes.OPAQUE.code))
-    dims = np.where(is_object, 0, table.entry_dims).astype(np.int64)
-    kinds, num_dims = keys.kinds[columns.entries[rows]], keys.num_dims[columns.entries[rows]]
-    if ((kinds == 0) != is_object[own]).any() or (num_dims != dims[own]).any():
+    dims = np.where(is_object, 0, table.entry_dims)
+    if (of_key == -2).any() or ((keys.kinds[used] == 0) != is_object[of_key]).any() or (keys.num_dims[used] != dims[of_key]).any():
         return False
-    if not np.array_equal(np.sort(own), np.sort(table.chunk_entries)):
-        return False  # whatever is written of other tensors may have more dimensions than there are columns
-    width = columns.offsets.shape[1]
-    inside = np.arange(width) < dims[table.chunk_entries][:, None]
-    wanted = ~np.repeat(is_object[table.chunk_entries], table.entry_dims[table.chunk_entries])
-    offsets, sizes = np.zeros((len(rows), width), dtype=np.int64), np.ones((len(rows), width), dtype=np.int64)
-    offsets[inside], sizes[inside] = table.chunk_offsets[wanted], table.chunk_sizes[wanted]
-    planned, written = _order(own, columns.offsets[rows]), _order(table.chunk_entries, offsets)
-    return (
-        np.array_equal(own[planned], table.chunk_entries[written])
-        and np.array_equal(columns.offsets[rows[planned]], offsets[written])
-        and np.array_equal(columns.sizes[rows[planned]], sizes[written])
-    )
+    if (own[1:] < own[:-1]).any():
+        order = np.argsort(own, kind="stable")
+        own, offsets, sizes = own[order], offsets[order], sizes[order]
+    for boxes in table.boxes():
+        some = table.entry_dims[own] == boxes.dims
+        rows = own, offsets, sizes
+        if not some.all():
+            rows = own[some], offsets[some], sizes[some]
+        if not _are_same(*rows, boxes, table, is_object):
+            return False
+    return True
 
 
-def _order(entries: _Int64s, offsets: _Int64s) -> _Int64s:
-    return np.lexsort((*offsets.T[::-1], entries))
+def _are_same(own: _Int64s, offsets: _Int64s, sizes: _Int64s, boxes: Boxes, table: ShardTable, is_object: NDArray[np.bool_]) -> bool:
+    """Whether the files hold just these boxes, in any order within an entry.
+
+    Args:
+        own: entry in ``table`` of each box that was planned, ascending.
+        offsets, sizes: ``[num_boxes, width]`` of each. A plan does not know how long an object is: one chunk is all of it.
+        boxes: all chunks of ``table`` whose entries have the dimensions that these have there.
+        table: of the files.
+        is_object: for each entry.
+    """
+    if not np.array_equal(own, boxes.owners):
+        return False
+    planned = offsets[:, : boxes.dims], sizes[:, : boxes.dims]
+    written = boxes.of(table.chunk_offsets), boxes.of(table.chunk_sizes)
+    tensors = ~is_object[own]
+    if not tensors.all():
+        own, planned, written = own[tensors], (planned[0][tensors], planned[1][tensors]), (written[0][tensors], written[1][tensors])
+    if not len(own) or all(map(np.array_equal, planned, written)):
+        return True  # by rank, as a plan lists the boxes of a key as a rule
+    orders = [np.lexsort((*side[0].T[::-1], own)) for side in (planned, written)]
+    return all(np.array_equal(one[orders[0]], other[orders[1]]) for one, other in zip(planned, written, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from dcp_engine.memory import memory_bytes
 from dcp_engine.objects import decode_object
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.manifest import Manifest
+from dcp_engine.stored_chunks import StoredChunks
 from dcp_engine.stored_tensors import StoredTensors
 from dcp_engine.types import EngineMetadata, PlannerData
 
@@ -50,19 +51,43 @@ class ChunkLocation:
     nbytes: int
 
 
-@dataclass(slots=True)
 class ManifestIndex(Mapping[MetadataIndex, ChunkLocation]):
     """``Metadata.storage_data`` of a checkpoint of ours: where each chunk lies, looked up in the manifest when asked.
 
-    Crosses ranks as the encoded manifest, a dozen bytes a block, instead of one object a chunk. Thread-safe: immutable but for caches.
+    Crosses ranks as the encoded manifest, a dozen bytes a block, instead of one object a chunk, and is decoded when somebody looks: every
+    rank of a save receives one, and hardly any asks.
+
+    Args:
+        manifest: of the checkpoint, or its encoded form.
+        path: of the checkpoint.
+
+    Raises:
+        Every use but :attr:`path` and a pickle: ``CorruptCheckpointError`` kinds, where the encoded form is no manifest.
+
+    Thread-safety: immutable but for caches, which may be filled twice.
     """
 
-    manifest: Manifest
-    path: str
-    _by_offsets: dict[int, dict[tuple[int, ...], int]] = field(default_factory=dict, repr=False)
+    __slots__ = ("_by_offsets", "_manifest", "path")
+
+    def __init__(self, manifest: Manifest | bytes, path: str) -> None:
+        self._manifest = manifest
+        self._by_offsets: dict[int, dict[tuple[int, ...], int]] = {}
+        self.path = path
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is looked up."""
+        found = self._manifest
+        if isinstance(found, bytes):
+            found = self._manifest = Manifest.decode(found, path=self.path)
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (ManifestIndex, (self.manifest, self.path))
+        found = self._manifest
+        return (ManifestIndex, (found if isinstance(found, bytes) else found.encode(), self.path))
+
+    def __repr__(self) -> str:
+        return f"ManifestIndex({self.path!r})"
 
     def __len__(self) -> int:
         return sum(len(self.manifest.chunks_of(self._entry(name))[2]) for name in self._names())
@@ -95,15 +120,16 @@ class ManifestIndex(Mapping[MetadataIndex, ChunkLocation]):
 
     def find_chunk(self, entry: int, index: MetadataIndex) -> int | None:
         """Manifest id of the chunk of ``entry`` that begins at ``index.offset``; ``index.index`` is a hint. ``None``: there is none."""
-        offsets, _, ids = self.manifest.chunks_of(entry)
-        if self.manifest.entry(entry).dtype.is_object:
+        table, ids = self.manifest.table, self.manifest.chunk_ids(entry)
+        if dtypes.of_code(int(table.entry_dtypes[entry])).is_object:
             return int(ids[0]) if len(ids) else None
-        wanted = tuple(index.offset) if index.offset is not None else (0,) * offsets.shape[1]
+        wanted = tuple(index.offset) if index.offset is not None else (0,) * int(table.entry_dims[entry])
         hint = index.index
-        if hint is not None and 0 <= hint < len(ids) and tuple(offsets[hint].tolist()) == wanted:
-            return int(ids[hint])
+        if hint is not None and 0 <= hint < len(ids) and table.box(chunk := int(ids[hint]))[0] == wanted:
+            return chunk
         known = self._by_offsets.get(entry)
         if known is None:
+            offsets, _, _ = self.manifest.chunks_of(entry)
             known = {tuple(row): int(chunk) for row, chunk in zip(offsets.tolist(), ids, strict=True)}
             self._by_offsets[entry] = known
         return known.get(wanted)
@@ -158,18 +184,37 @@ class ManifestEntries(Mapping[str, _EntryMetadata]):
 
 
 def _entry_metadata(manifest: Manifest, entry: int) -> _EntryMetadata:
-    view = manifest.entry(entry)
-    if view.dtype.torch_dtype is None:
+    dtype = dtypes.of_code(int(manifest.table.entry_dtypes[entry])).torch_dtype
+    if dtype is None:
         return BytesStorageMetadata()
-    offsets, sizes, _ = manifest.chunks_of(entry)
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=view.dtype.torch_dtype),
-        size=torch.Size(view.shape),
-        chunks=[
-            ChunkStorageMetadata(offsets=torch.Size(begin), sizes=torch.Size(extent))
-            for begin, extent in zip(offsets.tolist(), sizes.tolist(), strict=True)
-        ],
-    )
+    return StoredTensor(TensorProperties(dtype=dtype), torch.Size(manifest.table.shape(entry)), manifest, entry)
+
+
+class StoredTensor(TensorStorageMetadata):
+    """DCP's record of a tensor. Those of its chunks are made when somebody looks: an ordinary list. Crosses ranks as an ordinary record."""
+
+    def __init__(self, properties: TensorProperties, size: torch.Size, manifest: Manifest, entry: int) -> None:
+        self.properties = properties
+        self.size = size
+        self._manifest = manifest
+        self._entry = entry
+
+    @cached_property
+    def chunks(self) -> list[ChunkStorageMetadata]:  # type: ignore[override]
+        """As of :class:`TensorStorageMetadata`."""
+        offsets, sizes, _ = self._manifest.chunks_of(self._entry)
+        rows = zip(offsets.tolist(), sizes.tolist(), strict=True)
+        return [ChunkStorageMetadata(offsets=torch.Size(begin), sizes=torch.Size(extent)) for begin, extent in rows]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorStorageMetadata):
+            return NotImplemented
+        return (self.properties, self.size, self.chunks) == (other.properties, other.size, other.chunks)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (TensorStorageMetadata, (self.properties, self.size, self.chunks))
 
 
 class ManifestMetadata(EngineMetadata):
@@ -196,6 +241,15 @@ class ManifestMetadata(EngineMetadata):
         index = self.storage_data
         assert isinstance(index, ManifestIndex)
         return _stored_tensors(index.manifest)
+
+    @cached_property
+    def stored_chunks(self) -> StoredChunks:
+        """Their chunks, by columns, for our planner."""
+        index = self.storage_data
+        assert isinstance(index, ManifestIndex)
+        manifest, table = index.manifest, index.manifest.table
+        starts = np.array(manifest.entry_starts, dtype=np.int64)
+        return StoredChunks(manifest.ids, table.chunk_order, starts, table.box_starts, table.chunk_offsets, table.chunk_sizes)
 
 
 def metadata_of_manifest(manifest: Manifest, *, path: str, manifest_sha256: str) -> ManifestMetadata:

@@ -9,7 +9,8 @@ from dcp_engine.errors import MalformedCheckpointError
 from dcp_engine.storage import columns
 from dcp_engine.storage.envelope import nonce_bytes, shard_name
 from dcp_engine.storage.limits import MAX_WORLD_SIZE
-from dcp_engine.storage.shard_table import TABLE_FIELDS, ShardTable
+from dcp_engine.storage.shard_table import ShardTable
+from dcp_engine.storage.table_columns import TABLE_FIELDS
 
 __all__ = ["Footer", "decode_footer", "encode_footer"]
 

@@ -17,13 +17,14 @@ from dcp_engine.errors import DcpEngineError, MalformedCheckpointError, PlanErro
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.columns import pack_document
 from dcp_engine.storage.dtypes import DtypeInfo
-from dcp_engine.storage.envelope import MANIFEST_MAGIC, open_body, pack_record, parse_record
-from dcp_engine.storage.footer import decode_footer
-from dcp_engine.storage.limits import ALIGN_BYTES, FORMAT_VERSION, HEADER_BYTES, RECORD_BYTES
+from dcp_engine.storage.envelope import MANIFEST_MAGIC, open_body, pack_record, parse_record, shard_name
+from dcp_engine.storage.limits import FORMAT_VERSION, HEADER_BYTES, RECORD_BYTES
 from dcp_engine.storage.manifest_checks import check_fields, check_files, untiled_entries
 from dcp_engine.storage.manifest_document import FileRecord, from_document, to_document
-from dcp_engine.storage.shard_table import ShardTable, row_starts
+from dcp_engine.storage.packed_table import PackedTable
+from dcp_engine.storage.shard_table import ShardTable
 from dcp_engine.storage.table import TableBuilder, merge_tables
+from dcp_engine.storage.table_columns import TableColumns, aligned, row_starts
 
 __all__ = ["ChunkView", "EntryView", "FileRecord", "Manifest", "Receipt"]
 
@@ -42,9 +43,13 @@ class Receipt(Protocol):
     @property
     def stripe(self) -> int: ...
     @property
+    def world_size(self) -> int: ...
+    @property
+    def nonce(self) -> str: ...
+    @property
     def size_bytes(self) -> int: ...
     @property
-    def footer(self) -> bytes: ...
+    def table(self) -> PackedTable: ...
     @property
     def footer_sha256(self) -> bytes: ...
 
@@ -191,8 +196,7 @@ class Manifest:
         extra = TableBuilder()
         for entry in empty_entries:
             extra.add_entry(*entry)
-        tables = [_table_of(receipt, nonce, world_size) for receipt in ordered]
-        table, num_blocks, num_chunks = merge_tables([*tables, extra.build()])
+        table, num_blocks, num_chunks = merge_tables([*_tables_of(ordered, nonce, world_size), extra.build()])
         files = tuple(
             FileRecord(
                 receipt.name, receipt.component, receipt.rank, receipt.size_bytes, receipt.footer_sha256, chunks, blocks, receipt.stripe
@@ -222,13 +226,16 @@ class Manifest:
             raise PlanError(error.message, tensor=error.tensor, expected=error.expected, found=error.found) from error
 
     def encode(self) -> bytes:
-        """The bytes of the file MANIFEST.
+        """The bytes of the file MANIFEST, made once.
 
         Raises:
             LimitExceededError: larger than the format allows.
         """
-        record, stored = pack_record(MANIFEST_MAGIC, pack_document(to_document(self, self.file_extents)))
-        return record + stored
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        return b"".join(pack_record(MANIFEST_MAGIC, pack_document(to_document(self, self.file_extents))))
 
     @classmethod
     def decode(cls, data: bytes | memoryview, *, path: str | None = None) -> Manifest:
@@ -269,17 +276,18 @@ class Manifest:
     def entry(self, entry: int) -> EntryView:
         """One entry by its id."""
         return EntryView(
-            entry, self.names[entry], dtypes.of_code(int(self.table.entry_dtypes[entry])), self.table.shape(entry), self._chunk_ids(entry)
+            entry, self.names[entry], dtypes.of_code(int(self.table.entry_dtypes[entry])), self.table.shape(entry), self.chunk_ids(entry)
         )
 
     @cached_property
-    def _chunk_order(self) -> tuple[_I64, list[int]]:
-        counts = np.bincount(self.table.chunk_entries, minlength=len(self.names))
-        return np.argsort(self.table.chunk_entries, kind="stable"), row_starts(counts).tolist()
+    def entry_starts(self) -> list[int]:
+        """Where the chunks of each entry begin in the table's ``chunk_order``, and where the last one's end."""
+        starts: list[int] = row_starts(np.bincount(self.table.chunk_entries, minlength=len(self.names))).tolist()
+        return starts
 
-    def _chunk_ids(self, entry: int) -> _I64:
-        order, starts = self._chunk_order
-        return order[starts[entry] : starts[entry + 1]]
+    def chunk_ids(self, entry: int) -> _I64:
+        """Ids of the chunks of an entry, ascending."""
+        return self.table.chunk_order[self.entry_starts[entry] : self.entry_starts[entry + 1]]
 
     def chunks_of(self, entry: int) -> tuple[_I64, _I64, _I64]:
         """The chunks of an entry.
@@ -287,7 +295,7 @@ class Manifest:
         Returns:
             Offsets ``[num_chunks, num_dims]`` and sizes ``[num_chunks, num_dims]``, in elements, and ids ``[num_chunks]``.
         """
-        ids = self._chunk_ids(entry)
+        ids = self.chunk_ids(entry)
         places = self.table.box_starts[ids][:, None] + np.arange(int(self.table.entry_dims[entry]))
         return self.table.chunk_offsets[places], self.table.chunk_sizes[places], ids
 
@@ -324,7 +332,7 @@ class Manifest:
     @cached_property
     def block_extent(self) -> _I64:
         """Bytes that each block takes up in its file, padding included."""
-        return -(-self.table.block_stored_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        return aligned(self.table.block_stored_bytes)
 
     @cached_property
     def block_position(self) -> _I64:
@@ -347,21 +355,28 @@ class Manifest:
         return (_decode, (self.encode(),))
 
 
-def _table_of(receipt: Receipt, nonce: str, world_size: int) -> ShardTable:
-    """The table of a file that was written. Raises ``PlanError`` if the file is not of this save."""
-    footer = decode_footer(receipt.footer)
-    expected = (nonce, receipt.name, receipt.component, receipt.rank, receipt.stripe, world_size)
-    found = (footer.nonce, footer.name, footer.component, footer.rank, footer.stripe, footer.world_size)
-    if found != expected:
-        raise PlanError(
-            "a file does not belong to this save",
-            file=receipt.name,
-            rank=receipt.rank,
-            expected=f"nonce, name, component, rank, stripe and world size {expected}",
-            found=found,
-            remedy="the path must belong to one save at a time",
-        )
-    return footer.table
+def _tables_of(receipts: Sequence[Receipt], nonce: str, world_size: int) -> list[TableColumns]:
+    """The tables of files that were written. Raises ``PlanError`` if one is not of this save, or has no table."""
+    tables = []
+    known: dict[Any, Any] = {}
+    for receipt in receipts:
+        expected = (nonce, world_size, shard_name(receipt.component, receipt.rank, receipt.stripe))
+        found = (receipt.nonce, receipt.world_size, receipt.name)
+        if found != expected:
+            raise PlanError(
+                "a file does not belong to this save",
+                file=receipt.name,
+                rank=receipt.rank,
+                expected=f"nonce, world size and name {expected}",
+                found=found,
+                remedy="the path must belong to one save at a time",
+            )
+        try:
+            tables.append(receipt.table.unpack(known))
+        except DcpEngineError as error:
+            error.file, error.rank = receipt.name, receipt.rank
+            raise
+    return tables
 
 
 def _decode(data: bytes) -> Manifest:

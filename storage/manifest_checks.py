@@ -23,7 +23,8 @@ from dcp_engine.storage.limits import (
     MAX_WORLD_SIZE,
     RECORD_BYTES,
 )
-from dcp_engine.storage.shard_table import ShardTable, check_count, check_name, row_starts, rows_by_dims
+from dcp_engine.storage.shard_table import ShardTable
+from dcp_engine.storage.table_columns import Boxes, check_count, check_name, row_starts, rows_by_dims
 from dcp_engine.storage.tiling import tiled
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_fields", "check_files", "untiled_entries"]
 
+_NONE = np.empty(0, dtype=np.int64)
 _SAVED_AT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?Z", re.ASCII)
 
 
@@ -112,7 +114,7 @@ def check_files(manifest: Manifest) -> None:
 
 def untiled_entries(table: ShardTable) -> list[int]:
     """Entries whose chunks do not cover them exactly once, in order. An object is one chunk, so that it can be read at once."""
-    boxes = {places.shape[1]: (rows, places) for rows, places in rows_by_dims(table.box_starts)}
+    by_dims = {boxes.dims: boxes for boxes in table.boxes()}
     counts = np.bincount(table.chunk_entries, minlength=len(table.names))
     is_object = (table.entry_dtypes == OBJECT.code) | (table.entry_dtypes == OPAQUE.code)
     faulty = (counts > 1) & is_object
@@ -121,7 +123,7 @@ def untiled_entries(table: ShardTable) -> list[int]:
     local = np.empty(len(table.names), dtype=np.int64)
     for rows, places in rows_by_dims(table.shape_starts):
         local[rows] = np.arange(len(rows))
-        chunks, chunk_places = boxes.get(places.shape[1], (rows[:0], places[:0]))
-        owners = local[table.chunk_entries[chunks]]
-        faulty[rows] |= ~tiled(table.entry_shapes[places], owners, table.chunk_offsets[chunk_places], table.chunk_sizes[chunk_places])
+        boxes = by_dims.get(places.shape[1], Boxes(places.shape[1], _NONE, _NONE, _NONE))
+        offsets, sizes = boxes.of(table.chunk_offsets), boxes.of(table.chunk_sizes)
+        faulty[rows] |= ~tiled(table.entry_shapes[places], local[boxes.owners], offsets, sizes)
     return [int(entry) for entry in np.flatnonzero(faulty)]

@@ -12,7 +12,6 @@ from dcp_engine.errors import MalformedCheckpointError
 from dcp_engine.storage import columns
 from dcp_engine.storage.envelope import nonce_bytes, split_shard_name
 from dcp_engine.storage.limits import (
-    ALIGN_BYTES,
     HEADER_BYTES,
     MAX_BLOCKS,
     MAX_CHUNKS,
@@ -22,7 +21,8 @@ from dcp_engine.storage.limits import (
     MAX_NAME_BYTES,
     RECORD_BYTES,
 )
-from dcp_engine.storage.shard_table import TABLE_FIELDS, ShardTable, row_starts
+from dcp_engine.storage.shard_table import ShardTable
+from dcp_engine.storage.table_columns import TABLE_FIELDS, aligned, row_starts
 
 if TYPE_CHECKING:
     from dcp_engine.storage.manifest import Manifest
@@ -163,8 +163,7 @@ def _files(document: columns.Document, table: ShardTable) -> tuple[FileRecord, .
             expected=f"{len(table.chunk_entries)} of at most {MAX_CHUNKS} and {len(table.block_codecs)} of at most {MAX_BLOCKS}",
             found=sums,
         )
-    extents = -(-table.block_stored_bytes // ALIGN_BYTES) * ALIGN_BYTES
-    before = row_starts(extents)[row_starts(num_blocks)]
+    before = row_starts(aligned(table.block_stored_bytes))[row_starts(num_blocks)]
     sizes = HEADER_BYTES + np.diff(before) + footers + RECORD_BYTES
     records = []
     for index, name in enumerate(names):

@@ -13,6 +13,7 @@ from dcp_engine.storage.packed_chunks import PackedChunks
 
 if TYPE_CHECKING:
     from dcp_engine.storage.dtypes import DtypeInfo
+    from dcp_engine.storage.packed_table import PackedTable
     from dcp_engine.storage.table import TableBuilder
 
 __all__ = ["ChunkSource", "PipelineOptions", "ReadRequest", "ShardReceipt", "Source"]
@@ -106,9 +107,10 @@ class ShardReceipt:
         name: file name within the checkpoint.
         component: component that the file holds.
         rank: rank that wrote it.
+        world_size: number of ranks that write the checkpoint.
         nonce: hex nonce of the attempt.
         size_bytes: size of the whole file.
-        footer: raw (decompressed) msgpack body of the file's footer, which holds its table.
+        table: of the file, as its footer has it.
         footer_sha256: SHA-256 of the footer body as stored.
         raw_bytes: bytes of all chunks before encoding.
         stored_bytes: bytes of all blocks after encoding, without padding.
@@ -119,9 +121,10 @@ class ShardReceipt:
     name: str
     component: str
     rank: int
+    world_size: int
     nonce: str
     size_bytes: int
-    footer: bytes
+    table: PackedTable
     footer_sha256: bytes
     raw_bytes: int
     stored_bytes: int

@@ -14,6 +14,7 @@ from dcp_engine.storage.codecs import NAMES
 from dcp_engine.storage.envelope import FOOTER_MAGIC, header_bytes, pack_record, shard_name
 from dcp_engine.storage.footer import Footer, encode_footer
 from dcp_engine.storage.limits import BLOCK_BYTES, HEADER_BYTES, PACK_BYTES
+from dcp_engine.storage.packed_table import PackedTable
 from dcp_engine.storage.records import ChunkSource, PipelineOptions, ShardReceipt, Source
 from dcp_engine.storage.table import TableBuilder
 from dcp_engine.storage.workers import WorkerPool
@@ -169,16 +170,18 @@ class ShardWrite:
             if isinstance(source, ChunkSource) and not source.nbytes:
                 # It has no chunk, but whoever rebuilds a lost manifest from the footers must know that the entry exists.
                 self._table.add_entry(source.name, source.dtype.code, source.shape)
-        footer = encode_footer(Footer(spec.nonce, spec.component, spec.rank, spec.world_size, self._table.build(), spec.stripe))
-        record, body = pack_record(FOOTER_MAGIC, footer)
+        table = self._table.build()
+        footer = Footer(spec.nonce, spec.component, spec.rank, spec.world_size, table, spec.stripe)
+        record, body = pack_record(FOOTER_MAGIC, encode_footer(footer))
         file.write([body, record])
         receipt = ShardReceipt(
             name=spec.name,
             component=spec.component,
             rank=spec.rank,
+            world_size=spec.world_size,
             nonce=spec.nonce,
             size_bytes=file.position,
-            footer=footer,
+            table=PackedTable.of(table),
             footer_sha256=hashlib.sha256(body).digest(),
             raw_bytes=self._raw_bytes,
             stored_bytes=self._stored_bytes,

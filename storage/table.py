@@ -6,13 +6,14 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp_engine.errors import PlanError
-from dcp_engine.storage.shard_table import ShardTable, check_name, row_starts
+from dcp_engine.storage.shard_table import ShardTable
+from dcp_engine.storage.table_columns import TableColumns, check_name, require, row_starts
 
 if TYPE_CHECKING:
     from dcp_engine.storage.packed_chunks import PackedChunks
@@ -192,25 +193,64 @@ def _refuse_entry(name: str, known: tuple[int, tuple[int, ...]], other: tuple[in
     )
 
 
-def merge_tables(tables: Sequence[ShardTable]) -> tuple[ShardTable, list[int], list[int]]:
+def merge_tables(tables: Sequence[TableColumns]) -> tuple[ShardTable, list[int], list[int]]:
     """Put the tables of several files together: entries by name, chunks and blocks one file after the other.
+
+    Args:
+        tables: of the files. Those that share their columns of entries, or of ``chunk_entries``, with others are looked at once.
 
     Returns:
         The table of all files, the number of blocks of each file, and the number of chunks of each.
 
     Raises:
         PlanError: files disagree about an entry's dtype or shape.
+        MalformedCheckpointError, LimitExceededError: the tables are not of files, or not of one checkpoint; where they are of
+            :class:`ShardTable`, only the latter.
     """
     if not tables:
         return TableBuilder().build(), [], []
+    distinct = {_entries_of(table): table for table in tables}
     index: dict[str, int] = {}
-    ids = [np.array([index.setdefault(name, len(index)) for name in table.names], dtype=np.int64) for table in tables]
-    owners = np.concatenate(ids)
+    ids: dict[tuple[int, ...], _I64] = {}
+    for key, table in distinct.items():
+        ids[key] = np.array([index.setdefault(name, len(index)) for name in table.names], dtype=np.int64)
+        require(len(np.unique(ids[key])) == len(ids[key]), "two entries of one name")
+    owners: dict[tuple[int, ...], _I64] = {}
+    for table in tables:
+        if (place := (*_entries_of(table), id(table.chunk_entries))) not in owners:
+            owners[place] = ids[_entries_of(table)][table.chunk_entries]
+    merged = ShardTable(
+        names=list(index),
+        **_united_entries(list(index), list(distinct.values()), np.concatenate(list(ids.values()))),
+        chunk_entries=np.concatenate([owners[(*_entries_of(table), id(table.chunk_entries))] for table in tables]),
+        chunk_offsets=np.concatenate([table.chunk_offsets for table in tables]),
+        chunk_sizes=np.concatenate([table.chunk_sizes for table in tables]),
+        chunk_begins=np.concatenate([table.chunk_begins for table in tables]),
+        block_codecs=np.concatenate([table.block_codecs for table in tables]),
+        block_saved_bytes=np.concatenate([table.block_saved_bytes for table in tables]),
+        block_digests=np.concatenate([table.block_digests for table in tables]),
+    )
+    return merged, [len(table.block_codecs) for table in tables], [len(table.chunk_entries) for table in tables]
+
+
+def _entries_of(table: TableColumns) -> tuple[int, ...]:
+    """Tells whether two tables share all that they say of entries. Good as long as both tables are there."""
+    return id(table.names), id(table.entry_dtypes), id(table.entry_dims), id(table.entry_shapes)
+
+
+def _united_entries(names: Sequence[str], tables: Sequence[TableColumns], owners: _I64) -> dict[str, npt.NDArray[Any]]:
+    """What the tables say of entries, each entry once.
+
+    Args:
+        names: of all entries.
+        tables: each with columns of its own.
+        owners: index in ``names`` of each entry of the first table, then of the second, and so on.
+    """
     dtypes = np.concatenate([table.entry_dtypes for table in tables])
     dims = np.concatenate([table.entry_dims for table in tables])
     shapes = np.concatenate([table.entry_shapes for table in tables])
     starts = row_starts(dims)
-    firsts = np.empty(len(index), dtype=np.int64)
+    firsts = np.empty(len(names), dtype=np.int64)
     # Of repeated indices the last assignment stays, so go backwards.
     firsts[owners[::-1]] = np.arange(len(owners))[::-1]
     model = firsts[owners]
@@ -223,20 +263,7 @@ def merge_tables(tables: Sequence[ShardTable]) -> tuple[ShardTable, list[int], l
         row = int(np.flatnonzero(~same)[0])
         first = int(model[row])
         described = [(int(dtypes[at]), tuple(shapes[starts[at] : starts[at + 1]].tolist())) for at in (first, row)]
-        _refuse_entry(list(index)[owners[row]], described[0], described[1])
+        _refuse_entry(names[owners[row]], described[0], described[1])
     is_first = np.zeros(len(owners), dtype=np.bool_)
     is_first[firsts] = True
-    merged = ShardTable(
-        names=list(index),
-        entry_dtypes=dtypes[firsts],
-        entry_dims=dims[firsts],
-        entry_shapes=shapes[np.repeat(is_first, dims)],
-        chunk_entries=np.concatenate([own[table.chunk_entries] for own, table in zip(ids, tables, strict=True)]),
-        chunk_offsets=np.concatenate([table.chunk_offsets for table in tables]),
-        chunk_sizes=np.concatenate([table.chunk_sizes for table in tables]),
-        chunk_begins=np.concatenate([table.chunk_begins for table in tables]),
-        block_codecs=np.concatenate([table.block_codecs for table in tables]),
-        block_saved_bytes=np.concatenate([table.block_saved_bytes for table in tables]),
-        block_digests=np.concatenate([table.block_digests for table in tables]),
-    )
-    return merged, [len(table.block_codecs) for table in tables], [len(table.chunk_entries) for table in tables]
+    return {"entry_dtypes": dtypes[firsts], "entry_dims": dims[firsts], "entry_shapes": shapes[np.repeat(is_first, dims)]}

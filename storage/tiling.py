@@ -40,25 +40,62 @@ def tiled(shapes: _I64, owners: npt.NDArray[Any], offsets: _I64, sizes: _I64) ->
         ``[num_shapes]``. A shape with an extent of zero is tiled by no box at all.
     """
     num_shapes, num_dims = shapes.shape
+    if (owners[1:] < owners[:-1]).any():
+        order = np.argsort(owners, kind="stable")
+        owners, offsets, sizes = owners[order], offsets[order], sizes[order]
+    extents = np.take(shapes, owners, axis=0)
+    inside = np.ones(len(owners), dtype=np.bool_)
+    for dim in range(num_dims):
+        offset, size, extent = offsets[:, dim], sizes[:, dim], extents[:, dim]
+        # Not offset + size > extent: hostile values would overflow.
+        inside &= (offset >= 0) & (size >= 1) & (size <= extent) & (offset <= extent - size)
     result: npt.NDArray[np.bool_] = np.ones(num_shapes, dtype=np.bool_)
-    extents = shapes[owners]
-    # Not offsets + sizes > extents: hostile values would overflow.
-    inside = ((offsets >= 0) & (sizes >= 1) & (sizes <= extents) & (offsets <= extents - sizes)).all(axis=1)
     result[owners[~inside]] = False
-
-    counts = np.bincount(owners, minlength=num_shapes)
     hollow = (shapes == 0).any(axis=1)
-    result &= (counts > 0) != hollow
-    # One box that fills its shape is by far the most frequent case, and needs no arithmetic. (An uneven single box has a hole.)
-    whole = (sizes == extents).all(axis=1)
-    single = counts == 1
-    result[owners[single[owners] & ~whole]] = False
-    shared = result & ~single & ~hollow
-    keep = shared[owners]
+    result &= (np.bincount(owners, minlength=num_shapes) > 0) != hollow
+    unsure = result & ~hollow
+    if not unsure.all():
+        keep = unsure[owners]
+        owners, offsets, sizes, extents = owners[keep], offsets[keep], sizes[keep], extents[keep]
+    unsure &= ~_in_rows(num_shapes, owners, offsets, sizes, extents)
+    keep = unsure[owners]
     if keep.any():
         boxes = owners[keep]
         for _ in range(_ROUNDS):
-            result[shared] &= _identity_holds(shapes, boxes, offsets[keep], sizes[keep], num_dims)[shared]
+            result[unsure] &= _identity_holds(shapes, boxes, offsets[keep], sizes[keep], num_dims)[unsure]
+    return result
+
+
+def _in_rows(num_shapes: int, owners: npt.NDArray[Any], offsets: _I64, sizes: _I64, extents: _I64) -> npt.NDArray[np.bool_]:
+    """For each shape, whether its boxes follow each other from end to end in one dimension and fill it in all others. These tile it; it is
+    how nearly all tensors are cut, one that is not cut at all among them, and needs a few comparisons.
+
+    Args:
+        num_shapes: number of shapes.
+        owners: shape of each box, ascending.
+        offsets, sizes: ``[num_boxes, num_dims]``; each box lies within its shape and has an element.
+        extents: ``[num_boxes, num_dims]`` of the shape.
+    """
+    num_boxes, num_dims = offsets.shape
+    num_cut, which, length, limit = (np.zeros(num_boxes, dtype=np.int64) for _ in range(4))
+    begin = offsets.sum(axis=1)  # where it is cut: 0 elsewhere
+    for dim in range(num_dims):
+        cut = sizes[:, dim] != extents[:, dim]
+        num_cut += cut
+        which += dim * cut
+        length += sizes[:, dim] * cut
+        limit += extents[:, dim] * cut
+    again = owners[1:] == owners[:-1]
+    if (begin[1:] < begin[:-1])[again].any():
+        order = np.lexsort((begin, owners))  # keeps owners where they are
+        begin, num_cut, which, length, limit = begin[order], num_cut[order], which[order], length[order], limit[order]
+    end = begin + length
+    good = num_cut <= 1
+    # A box that is not cut has no neighbour. One that is begins at 0 or where the one before it ends.
+    good[1:] &= ~again | ((num_cut[1:] == 1) & (num_cut[:-1] == 1) & (which[1:] == which[:-1]) & (begin[1:] == end[:-1]))
+    good &= np.append(False, again) | (begin == 0)
+    good &= np.append(again, False) | (end == limit)
+    result: npt.NDArray[np.bool_] = np.bincount(owners[good], minlength=num_shapes) == np.bincount(owners, minlength=num_shapes)
     return result
 
 

@@ -28,6 +28,7 @@ from dcp_engine.storage.envelope import FOOTER_MAGIC, Marker, encode_marker, hea
 from dcp_engine.storage.footer import Footer, encode_footer  # noqa: E402
 from dcp_engine.storage.limits import ALIGN_BYTES, BLOCK_BYTES, PACK_BYTES  # noqa: E402
 from dcp_engine.storage.manifest import Manifest  # noqa: E402
+from dcp_engine.storage.packed_table import PackedTable  # noqa: E402
 from dcp_engine.storage.table import TableBuilder  # noqa: E402
 
 
@@ -50,8 +51,10 @@ class Written:
     name: str
     component: str
     rank: int
+    world_size: int
+    nonce: str
     size_bytes: int
-    footer: bytes
+    table: PackedTable
     footer_sha256: bytes
     stripe: int
 
@@ -98,11 +101,11 @@ def write_shard(directory: Path, place: tuple[str, int, int], world_size: int, p
         for chunk in group:
             table.add_chunk(chunk.name, code, chunk.shape, chunk.offsets, chunk.sizes, block, offset)
             offset += len(chunk.data)
-    footer = encode_footer(Footer(NONCE, component, rank, world_size, table.build(), stripe))
-    record, stored = pack_record(FOOTER_MAGIC, footer)
+    built = table.build()
+    record, stored = pack_record(FOOTER_MAGIC, encode_footer(Footer(NONCE, component, rank, world_size, built, stripe)))
     (directory / name).write_bytes(bytes(content) + stored + record)
     size_bytes = len(content) + len(stored) + len(record)
-    return Written(name, component, rank, size_bytes, footer, hashlib.sha256(stored).digest(), stripe)
+    return Written(name, component, rank, world_size, NONCE, size_bytes, PackedTable.of(built), hashlib.sha256(stored).digest(), stripe)
 
 
 def publish(root: Path, data: Path, manifest: Manifest) -> None:

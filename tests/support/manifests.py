@@ -10,6 +10,7 @@ from typing import Any
 from dcp_engine.storage.envelope import FOOTER_MAGIC, pack_record, shard_name
 from dcp_engine.storage.footer import Footer, encode_footer
 from dcp_engine.storage.manifest import Manifest
+from dcp_engine.storage.packed_table import PackedTable
 from dcp_engine.storage.table import ShardTable
 
 NONCE = "00112233445566778899aabbccddeeff"
@@ -22,8 +23,10 @@ class TableReceipt:
     name: str
     component: str
     rank: int
+    world_size: int
+    nonce: str
     size_bytes: int
-    footer: bytes
+    table: PackedTable
     footer_sha256: bytes
     stripe: int = 0
 
@@ -36,7 +39,9 @@ def receipt_of(
     _, stored = pack_record(FOOTER_MAGIC, body)
     extents = sum(-(-size // 64) * 64 for size in table.block_stored_bytes.tolist())
     size_bytes = 4096 + extents + len(stored) + 64
-    return TableReceipt(shard_name(component, rank, stripe), component, rank, size_bytes, body, hashlib.sha256(stored).digest(), stripe)
+    sha256 = hashlib.sha256(stored).digest()
+    name = shard_name(component, rank, stripe)
+    return TableReceipt(name, component, rank, world_size, nonce, size_bytes, PackedTable.of(table), sha256, stripe)
 
 
 def manifest_of(receipts: Sequence[TableReceipt], **changes: Any) -> Manifest:

@@ -9,13 +9,20 @@ import tracemalloc
 import pytest
 import torch
 from support.manifests import manifest_of, receipt_of
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from dcp_engine.errors import MalformedCheckpointError
+from dcp_engine.errors import CorruptCheckpointError, MalformedCheckpointError
 from dcp_engine.objects import encode_object
 from dcp_engine.storage.dcp_metadata import ManifestIndex, ManifestMetadata, metadata_of_manifest
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.table import TableBuilder
+from dcp_engine.stored_chunks import stored_chunks_of
 from dcp_engine.types import PlannerData
 
 F32, OBJECT, OPAQUE = 18, 254, 255
@@ -111,3 +118,47 @@ def test_shapes_that_no_column_read_needs_are_not_unpacked() -> None:
     assert not any(stored.is_whole)
     assert len(stored.shapes) == 5000
     assert peak_bytes < 2_000_000
+
+
+def test_the_index_is_decoded_where_it_arrives_when_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pickle.dumps(ManifestIndex(manifest(), "p"))
+    decoded: list[str | None] = []
+    decode = Manifest.decode
+    monkeypatch.setattr(Manifest, "decode", lambda data, *, path=None: decoded.append(path) or decode(data, path=path))
+    index = pickle.loads(data)
+    assert (index.path, decoded) == ("p", [])
+    again = pickle.loads(pickle.dumps(index))
+    assert decoded == []
+    assert again[MetadataIndex("w", [2])].block_offset == 8
+    assert [again[key].nbytes for key in again] == [8, 8, 5]
+    assert decoded == ["p"]
+
+
+def test_an_index_that_is_damaged_says_so_when_somebody_looks() -> None:
+    index = ManifestIndex(manifest().encode()[:-1], "p")
+    with pytest.raises(CorruptCheckpointError) as caught:
+        len(index)
+    assert (caught.value.path, caught.value.file) == ("p", "MANIFEST")
+
+
+def test_the_record_of_a_tensor_lists_its_chunks_when_somebody_looks_and_travels_as_an_ordinary_one() -> None:
+    found = metadata().state_dict_metadata["w"]
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size((2,))) for offsets in ((0,), (2,))]
+    ordinary = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((4,)), chunks)
+    assert isinstance(found, TensorStorageMetadata)
+    assert "chunks" not in vars(found)
+    assert found == ordinary
+    assert ordinary == found
+    assert found != dataclasses.replace(ordinary, chunks=chunks[:1])
+    assert found != "w"
+    assert found.chunks is found.chunks
+    assert type(pickle.loads(pickle.dumps(found))) is TensorStorageMetadata
+    assert dataclasses.asdict(found) == dataclasses.asdict(ordinary)
+
+
+def test_the_chunks_of_all_entries_are_columns() -> None:
+    stored = metadata().stored_chunks
+    assert stored_chunks_of(metadata()) is not None
+    assert dict(stored.rows) == {"w": 0, "o": 1, "nothing": 2}
+    assert (stored.order.tolist(), stored.starts.tolist()) == ([0, 1, 2], [0, 2, 3, 3])
+    assert (stored.places.tolist(), stored.offsets.tolist(), stored.sizes.tolist()) == ([0, 1, 2, 3], [0, 2, 0], [2, 2, 5])

@@ -258,10 +258,31 @@ def test_files_of_another_save_are_refused(change: dict[str, Any]) -> None:
     assert caught.value.file == "model-00000.shard"
 
 
-def test_a_receipt_that_is_not_its_footer_is_refused() -> None:
+@pytest.mark.parametrize(
+    "change",
+    [{"name": "model-00000.shard"}, {"component": "optimizer"}, {"rank": 0}, {"nonce": "f" * 32}, {"world_size": 3}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_receipt_that_contradicts_itself_or_the_save_is_refused(change: dict[str, Any]) -> None:
     first, second = receipts()
-    with pytest.raises(PlanError):
-        manifest_of([first, replace(second, footer=first.footer)])
+    with pytest.raises(PlanError, match="does not belong to this save"):
+        manifest_of([first, replace(second, **change)])
+
+
+def test_two_receipts_of_one_table_are_refused() -> None:
+    first, second = receipts()
+    with pytest.raises(PlanError, match="do not cover it exactly once") as caught:
+        manifest_of([first, replace(second, table=first.table)])
+    assert caught.value.tensor == "w"
+
+
+@pytest.mark.parametrize("part", ["entries", "layout", "own"])
+def test_a_table_that_is_damaged_on_its_way_is_refused_with_its_place(part: str) -> None:
+    first, second = receipts()
+    damaged = replace(second.table, **{part: getattr(second.table, part)[:-5]})
+    with pytest.raises(MalformedCheckpointError) as caught:
+        manifest_of([first, replace(second, table=damaged)])
+    assert (caught.value.file, caught.value.rank) == ("model-00001.shard", 1)
 
 
 @pytest.mark.parametrize("code", [254, 255])

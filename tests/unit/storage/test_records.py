@@ -7,11 +7,12 @@ import pickle
 
 import pytest
 
+from dcp_engine.storage.packed_table import PackedTable
 from dcp_engine.storage.records import PipelineOptions, ShardReceipt
 
 
 def test_a_receipt_crosses_ranks_by_pickle() -> None:
-    receipt = ShardReceipt("model-00003.shard", "model", 3, "0" * 32, 8192, b"footer", b"\1" * 32, 100, 64)
+    receipt = ShardReceipt("model-00003.shard", "model", 3, 8, "0" * 32, 8192, PackedTable(b"e", b"l", b"o"), b"\1" * 32, 100, 64)
     assert pickle.loads(pickle.dumps(receipt)) == receipt
 
 

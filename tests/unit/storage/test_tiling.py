@@ -126,3 +126,44 @@ def test_a_million_boxes_of_one_shape_in_any_order() -> None:
     assert tiled(shapes, owners, grid[order], sizes).all()
     grid[123_456, 2] += 1
     assert not tiled(shapes, owners, grid, sizes).any()
+
+
+ROWS: list[Box] = [((0, 0), (2, 4)), ((2, 0), (3, 4)), ((5, 0), (1, 4))]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_rows_tile_in_any_order(order: tuple[int, ...]) -> None:
+    assert check((6, 4), [ROWS[place] for place in order])
+    assert check((4, 6), [(box[0][::-1], box[1][::-1]) for box in (ROWS[place] for place in order)])
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        ROWS[:2],
+        ROWS[1:],
+        [ROWS[0], ROWS[2]],
+        [*ROWS, ROWS[1]],
+        [*ROWS, ((0, 0), (6, 4))],
+        [((0, 0), (6, 4)), ((0, 0), (6, 4))],
+        [((0, 0), (3, 4)), ((2, 0), (4, 4))],
+        # Half of it cut in one dimension, half in the other, each half as long as the shape.
+        [((0, 0), (3, 4)), ((0, 2), (6, 2))],
+        # Sums that wrap around 64 bits on their way to the right end.
+        [((0, 0), (2**62, 4)), ((2**62, 0), (2**62, 4)), ((-(2**63), 0), (2**62, 4)), ((-(2**62), 0), (2**62, 4)), ((0, 0), (6, 4))],
+        [((0, 0), (-6, 4)), ((-6, 0), (12, 4))],
+    ],
+    ids=["no end", "no begin", "hole", "twice", "and all", "all twice", "overlap", "across", "wrapping", "negative"],
+)
+def test_rows_that_do_not_follow_each_other_are_refused(boxes: list[Box]) -> None:
+    assert not check((6, 4), boxes)
+
+
+def test_shapes_are_judged_apart_whatever_the_order_of_their_boxes() -> None:
+    shapes = np.array([[4, 2], [4, 2], [0, 2], [4, 4], [4, 2]])
+    boxes = [
+        (3, (0, 0), (2, 2)), (1, (2, 0), (2, 2)), (0, (0, 0), (2, 2)), (3, (2, 2), (2, 2)), (0, (2, 0), (2, 2)),
+        (1, (0, 0), (1, 2)), (3, (0, 2), (2, 2)), (3, (2, 0), (2, 2)),
+    ]  # fmt: skip
+    owners, offsets, sizes = (np.array(column, dtype=np.int64) for column in zip(*boxes, strict=True))
+    assert tiled(shapes, owners, offsets, sizes).tolist() == [True, False, True, True, False]

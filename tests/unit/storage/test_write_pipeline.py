@@ -23,10 +23,12 @@ from dcp_engine.storage.backends.local import LocalDirectory
 from dcp_engine.storage.codecs import RAW
 from dcp_engine.storage.digest import block_digest
 from dcp_engine.storage.dtypes import OBJECT
+from dcp_engine.storage.envelope import FOOTER_MAGIC, open_body, parse_record
 from dcp_engine.storage.footer import decode_footer
-from dcp_engine.storage.limits import ALIGN_BYTES, BLOCK_BYTES, HEADER_BYTES, PACK_BYTES
+from dcp_engine.storage.limits import ALIGN_BYTES, BLOCK_BYTES, HEADER_BYTES, PACK_BYTES, RECORD_BYTES
 from dcp_engine.storage.records import ChunkSource, ShardReceipt
 from dcp_engine.storage.shard_write import ShardSpec
+from dcp_engine.storage.table import ShardTable, merge_tables
 from dcp_engine.storage.workers import WorkerPool
 from dcp_engine.storage.write_pipeline import write_files
 
@@ -85,6 +87,10 @@ def write_to(file: WriteFile, sources: Sequence[ChunkSource], pool: WorkerPool, 
     return shards.write_to(file, sources, options(**settings), pool)
 
 
+def table_of(receipt: ShardReceipt) -> ShardTable:
+    return merge_tables([receipt.table.unpack()])[0]
+
+
 def test_large_chunks_come_first_then_small_ones_by_dtype(tmp_path: Path) -> None:
     sources = [
         source_of("tiny.a", numbers(3)),
@@ -95,7 +101,7 @@ def test_large_chunks_come_first_then_small_ones_by_dtype(tmp_path: Path) -> Non
         source_of("tiny.b", numbers(2)),
     ]
     receipt = write(tmp_path, sources, options())
-    table = decode_footer(receipt.footer).table
+    table = table_of(receipt)
     places = {
         table.names[entry]: (int(first), int(count), int(offset))
         for entry, first, count, offset in zip(
@@ -130,7 +136,7 @@ def test_the_bytes_of_a_raw_file_are_header_blocks_padding_footer(tmp_path: Path
     assert data[-64:-56] == b"DCPEFOOT"
     assert hashlib.sha256(data[at:-64]).digest() == receipt.footer_sha256 == data[-32:]
     assert (receipt.raw_bytes, receipt.stored_bytes) == (BLOCK_BYTES + 32, BLOCK_BYTES + 32)
-    assert decode_footer(receipt.footer).table.block_digests.tolist() == [
+    assert table_of(receipt).block_digests.tolist() == [
         block_digest(large.numpy().tobytes()[:BLOCK_BYTES]),
         block_digest(large.numpy().tobytes()[BLOCK_BYTES:]),
         block_digest(small.numpy().tobytes()),
@@ -139,7 +145,11 @@ def test_the_bytes_of_a_raw_file_are_header_blocks_padding_footer(tmp_path: Path
 
 def test_the_footer_says_whose_file_it_is(tmp_path: Path) -> None:
     receipt = write(tmp_path, [source_of("a", numbers(4))], options(), component="optimizer", rank=3, world_size=5)
-    footer = decode_footer(receipt.footer)
+    data = (tmp_path / "optimizer-00003.shard").read_bytes()
+    record = parse_record(data[-RECORD_BYTES:], FOOTER_MAGIC, file=receipt.name)
+    footer = decode_footer(open_body(record, data[-RECORD_BYTES - record.stored_bytes : -RECORD_BYTES], file=receipt.name))
+    assert footer.table.to_document() == table_of(receipt).to_document()
+    assert footer.table.block_digests.tolist() == [block_digest(numbers(4).numpy().tobytes())]
     assert (footer.name, footer.rank, footer.world_size, footer.nonce) == ("optimizer-00003.shard", 3, 5, NONCE)
     assert (receipt.name, receipt.component, receipt.rank, receipt.nonce) == ("optimizer-00003.shard", "optimizer", 3, NONCE)
 
@@ -149,7 +159,7 @@ def test_fifty_thousand_tiny_tensors_take_one_block_and_a_handful_of_writes() ->
     sources = [source_of(f"t{index}", torch.full((16,), index, dtype=torch.int32)) for index in range(50_000)]
     with WorkerPool(2) as pool:
         receipt = write_to(file, sources, pool)
-    table = decode_footer(receipt.footer).table
+    table = table_of(receipt)
     assert (len(table.chunk_entries), len(table.block_codecs)) == (50_000, 1)
     assert len(file.calls) <= 2 + 16 * 50_000 * 4 // (256 << 10) + 1
     assert np.frombuffer(file.data, np.int32, 16 * 50_000, HEADER_BYTES).reshape(-1, 16)[:, 3].tolist() == list(range(50_000))
@@ -158,7 +168,7 @@ def test_fifty_thousand_tiny_tensors_take_one_block_and_a_handful_of_writes() ->
 def test_small_chunks_fill_blocks_up_to_the_limit(tmp_path: Path) -> None:
     per_block = BLOCK_BYTES // 60_000
     sources = [source_of(f"t{index}", numbers(15_000, index)) for index in range(per_block + 2)]
-    table = decode_footer(write(tmp_path, sources, options()).footer).table
+    table = table_of(write(tmp_path, sources, options()))
     assert table.block_raw_bytes.tolist() == [per_block * 60_000, 120_000]
 
 
@@ -166,12 +176,12 @@ def test_small_chunks_fill_blocks_up_to_the_limit(tmp_path: Path) -> None:
 def test_nothing_to_write_is_a_valid_file(tmp_path: Path, codec: str) -> None:
     receipt = write(tmp_path, [], options(codec=codec))
     assert receipt.raw_bytes == receipt.stored_bytes == 0
-    assert len(decode_footer(receipt.footer).table.names) == 0
+    assert len(table_of(receipt).names) == 0
 
 
 def test_empty_chunks_make_their_entry_known_and_store_nothing(tmp_path: Path) -> None:
     sources = [source_of("none", torch.empty(0, 5)), source_of("tail", torch.empty(0, 4), shape=(6, 4), offsets=(6, 0))]
-    table = decode_footer(write(tmp_path, sources, options()).footer).table
+    table = table_of(write(tmp_path, sources, options()))
     assert table.names == ["none", "tail"]
     assert [table.shape(0), table.shape(1)] == [(0, 5), (6, 4)]
     assert len(table.chunk_entries) == len(table.block_codecs) == 0
@@ -179,7 +189,7 @@ def test_empty_chunks_make_their_entry_known_and_store_nothing(tmp_path: Path) -
 
 def test_objects_are_stored_as_bytes_of_their_own_kind(tmp_path: Path) -> None:
     sources = [object_source("o", b"abc"), source_of("t", torch.tensor([1, 2], dtype=torch.uint8))]
-    table = decode_footer(write(tmp_path, sources, options()).footer).table
+    table = table_of(write(tmp_path, sources, options()))
     assert table.entry_dtypes.tolist() == [254, 2]
     assert table.block_raw_bytes.tolist() == [3, 2]
 
@@ -220,7 +230,7 @@ def test_the_file_does_not_depend_on_threads_or_memory(codec: str, threads: int)
 def test_compressed_blocks_are_smaller_and_incompressible_ones_raw(tmp_path: Path) -> None:
     noise = torch.frombuffer(bytearray(os.urandom(BLOCK_BYTES)), dtype=torch.int32)
     receipt = write(tmp_path, [source_of("zeros", torch.zeros(BLOCK_ITEMS)), source_of("noise", noise)], options(codec="auto"))
-    table = decode_footer(receipt.footer).table
+    table = table_of(receipt)
     assert table.block_codecs[0] != RAW
     assert table.block_codecs[1] == RAW
     assert receipt.stored_bytes < BLOCK_BYTES * 1.1
