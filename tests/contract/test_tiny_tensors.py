@@ -95,8 +95,9 @@ def test_columns_read_as_the_items_that_they_stand_for(saved: tuple[Path, dict[s
     assert type(single.items) is list
     assert len(columns.items) == len(single.items) == 62
     assert sorted(columns.items, key=repr) == sorted(single.items, key=repr)
-    assert columns.items[3] == next(item for item in single.items if item.dest_index.fqn == "model.layer.3")
-    assert columns.items[-1] == single.items[-1]
+    by_key = {item.dest_index.fqn: item for item in single.items}
+    assert columns.items[3] == by_key["model.layer.3"]
+    assert columns.items[-1] == by_key["steps"]
     assert columns.items[1:3] == [columns.items[1], columns.items[2]]
 
 
