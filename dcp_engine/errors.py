@@ -3,7 +3,8 @@
     DcpEngineError
     ├── UsageError (ValueError)            fix the call
     │   ├── InvalidOptionError             an argument is out of range; the message names what is valid
-    │   └── UnsupportedModeError           a mode of DCP that this engine refuses
+    │   ├── UnsupportedModeError           a mode of DCP that this engine refuses
+    │   └── ClosedError                    a stager or saver that was closed is used again
     ├── StateError                         fix the state that was handed in
     │   ├── UnencodableObjectError         a value that the format has no type for
     │   ├── UnsupportedTensorError         a dtype, layout or placement that cannot be stored
@@ -30,6 +31,12 @@
     │   ├── CheckpointExistsError          the target holds something already
     │   ├── ConcurrentCommitError          another writer published the same checkpoint
     │   └── CommitStateUnknownError        cannot be told whether the publish took effect
+    ├── StagingError                       the copy beside training was not made; nothing was written
+    │   ├── StagingMemoryError             the buffers do not fit into memory or the budget
+    │   ├── StagingTimeoutError            both buffers were busy until the deadline
+    │   └── StagedDataChangedError         what was about to be published is not what was staged
+    ├── BackgroundSaveError                saving beside training failed outside the save itself
+    │   └── SaverDiedError                 the process that saves has died
     └── CoordinationError                  ranks do not agree
         ├── RankDisagreementError          ranks see different checkpoints or file systems
         ├── PlanError                      the global plan does not cover the state exactly once
@@ -130,6 +137,12 @@ class UnsupportedModeError(UsageError):
     """A mode of DCP that the engine refuses, with the reason."""
 
     kind = "unsupported_mode"
+
+
+class ClosedError(UsageError):
+    """The object was closed before."""
+
+    kind = "closed"
 
 
 class StateError(DcpEngineError):
@@ -331,6 +344,52 @@ class CommitStateUnknownError(CommitError):
     """It cannot be told whether the publish took effect; nothing was deleted."""
 
     kind = "commit_state_unknown"
+
+
+class StagingError(DcpEngineError):
+    """The state could not be copied for a save beside training."""
+
+    kind = "staging"
+
+
+class StagingMemoryError(StagingError, MemoryError):
+    """The staging buffers would not fit: into the budget, into memory, or into shared memory.
+
+    Attributes:
+        needed_bytes: what the state takes, all buffers together.
+        available_bytes: what there is.
+    """
+
+    kind = "staging_memory"
+
+    def __init__(self, message: str, *, needed_bytes: int = 0, available_bytes: int = 0, **place: Any) -> None:
+        super().__init__(message, **place)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+
+class StagingTimeoutError(StagingError, TimeoutError):
+    """No staging buffer became free in time; the message names who holds them."""
+
+    kind = "staging_timeout"
+
+
+class StagedDataChangedError(StagingError):
+    """Staged bytes are not those that were copied from the state."""
+
+    kind = "staged_data_changed"
+
+
+class BackgroundSaveError(DcpEngineError):
+    """A save beside training could not be carried out, for a reason outside of the save."""
+
+    kind = "background_save"
+
+
+class SaverDiedError(BackgroundSaveError):
+    """The process that saves for this rank, or for another one, has died."""
+
+    kind = "saver_died"
 
 
 class CoordinationError(DcpEngineError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import io
 import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,9 +34,22 @@ from dcp_engine.storage import dtypes
 from dcp_engine.storage.dtypes import DtypeInfo
 from dcp_engine.types import EncodedObject
 
-__all__ = ["ObjectTarget", "RowValues", "TensorBytes", "TensorTarget", "object_bytes"]
+__all__ = ["ObjectTarget", "RowValues", "TensorBytes", "TensorTarget", "held_values", "object_bytes"]
 
 _COPIED_BYTES = 16384
+
+
+def held_values(planner: SavePlanner) -> Iterator[object]:
+    """The leaves of the state that a planner saves, as far as it shows it the way the stock planner does."""
+    stack = [getattr(planner, "state_dict", None)]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Mapping):
+            stack += value.values()
+        elif isinstance(value, list | tuple):
+            stack += value
+        else:
+            yield value
 
 
 @dataclass(frozen=True, slots=True)

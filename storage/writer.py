@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_engine import __version__
+from dcp_engine import __version__, staged_memory
 from dcp_engine.components import ComponentMap
 from dcp_engine.errors import (
     CommitStateUnknownError,
@@ -31,7 +31,7 @@ from dcp_engine.errors import (
     UsageError,
 )
 from dcp_engine.objects import decode_object, encode_object
-from dcp_engine.storage import dcp_records
+from dcp_engine.storage import dcp_records, planner_values
 from dcp_engine.storage.backends import is_supported_path, locate
 from dcp_engine.storage.dcp_metadata import ManifestIndex
 from dcp_engine.storage.limits import MAX_STEP, MAX_TEXT_BYTES
@@ -236,7 +236,9 @@ class ShardWriter(StorageWriter):
                 remedy="keep SavePlan.storage_data in custom planners, and do not replay cached plans",
             )
         try:
-            receipts = self._write_files(plan, planner, ticket)
+            # A staged state's buffer is free for the next save from here on, whatever keeps the staged tensors alive.
+            with staged_memory.writing(planner_values.held_values(planner)):
+                receipts = self._write_files(plan, planner, ticket)
         except DcpEngineError as error:
             error.rank = ticket.rank if error.rank is None else error.rank
             self._add_place(error)

@@ -1,0 +1,119 @@
+"""Which memory holds a staged state, and how a writer gives it back: by address, since DCP tells a writer nothing of the stager.
+
+A stager registers the memory that it hands out. Whoever has written the state from there, or has failed to, releases the lease, so that
+the next save finds a free buffer although planners, futures and tracebacks may keep the staged tensors alive for long.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Lease", "leases_of", "writing"]
+
+
+class Lease:
+    """The right to one staged state's memory, from the call that staged it until somebody says that its bytes are no longer needed.
+
+    Args:
+        start: address of the first byte.
+        num_bytes: length of the memory.
+        owner: who has it, for messages.
+        on_writing: called once, when writing begins.
+        on_release: called once, when it ends.
+        check: raises if the memory does not hold what was staged.
+
+    Thread-safety: all methods may be called from any thread, and more than once.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        num_bytes: int,
+        *,
+        owner: str,
+        on_writing: Callable[[], None],
+        on_release: Callable[[], None],
+        check: Callable[[], None],
+    ) -> None:
+        self.start = start
+        self.end = start + num_bytes
+        self.owner = owner
+        self.check = check
+        self._on_writing = on_writing
+        self._on_release = on_release
+        self._state = "held"
+        self._lock = threading.Lock()
+        with _LOCK:
+            _LEASES[id(self)] = self
+
+    def begin_writing(self) -> None:
+        """Somebody reads the staged bytes now."""
+        with self._lock:
+            if self._state != "held":
+                return
+            self._state = "writing"
+        self._on_writing()
+
+    def release(self) -> None:
+        """Nobody will read the staged bytes any more: their owner may overwrite them at once."""
+        with self._lock:
+            if self._state == "released":
+                return
+            self._state = "released"
+        with _LOCK:
+            _LEASES.pop(id(self), None)
+        self._on_release()
+
+
+_LOCK = threading.Lock()
+# Never many: a stager has two buffers.
+_LEASES: dict[int, Lease] = {}
+
+
+def leases_of(values: Iterable[object]) -> list[Lease]:
+    """The leases in whose memory any of these tensors lies. Values that are no tensors have none.
+
+    A state is staged as a whole: one tensor of it in a lease's memory is enough to find that lease.
+    """
+    with _LOCK:
+        wanted = list(_LEASES.values())
+    found: list[Lease] = []
+    for value in values if wanted else ():
+        if isinstance(value, DTensor):
+            with torch.no_grad():
+                value = value.to_local()
+        if not isinstance(value, torch.Tensor) or not value.is_cpu or value.layout is not torch.strided or value.numel() == 0:
+            continue
+        address = value.data_ptr()
+        for lease in wanted:
+            if lease.start <= address < lease.end:
+                wanted.remove(lease)
+                found.append(lease)
+                break
+        if not wanted:
+            break
+    return found
+
+
+@contextmanager
+def writing(values: Iterable[object]) -> Iterator[None]:
+    """While these values are written: their leases are in use, and are released at the end, however it ends.
+
+    Raises:
+        StagedDataChangedError: at the end, if what was written from is not what was staged.
+    """
+    leases = leases_of(values)
+    for lease in leases:
+        lease.begin_writing()
+    try:
+        yield
+        for lease in leases:
+            lease.check()
+    finally:
+        for lease in leases:
+            lease.release()

@@ -1,0 +1,174 @@
+"""The memory behind a staging buffer: one flat run, allocated once, checked against what the machine has before it is taken."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from dcp_engine.compat import new_shared_bytes
+from dcp_engine.errors import StagingMemoryError
+
+__all__ = ["Arena", "MemoryKind", "available_bytes", "shared_memory_bytes"]
+
+MemoryKind = Literal["plain", "pinned", "shared"]
+
+_SHARED_DIRECTORY = "/dev/shm"  # noqa: S108  where POSIX shared memory lives on Linux, not a file of ours
+_RESERVE_BYTES = 64 * 1024**2
+"""Never taken: a machine that is filled to the last byte kills somebody."""
+
+
+def available_bytes() -> int | None:
+    """Memory that can be taken without swapping, in bytes: the machine's, or the container's where that has less; None where unknown."""
+    try:
+        meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    machine = None if found is None else int(found[1]) * 1024
+    container = _container_bytes()
+    known = [value for value in (machine, container) if value is not None]
+    return min(known) if known else None
+
+
+def _container_bytes() -> int | None:
+    """What is left below the memory limit of this process's control group (version 2), None without one."""
+    try:
+        path = next(line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        group = Path("/sys/fs/cgroup") / path.lstrip("/")
+        limit = (group / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # Pages of files count as used, and are given up when memory is wanted.
+        reclaimable = int(statistics.get("inactive_file", 0)) + int(statistics.get("active_file", 0))
+        return max(0, int(limit) - int((group / "memory.current").read_text()) + reclaimable)
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def shared_memory_bytes() -> int | None:
+    """Free bytes of the file system behind POSIX shared memory; None where there is none."""
+    try:
+        status = os.statvfs(_SHARED_DIRECTORY)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+class Arena:
+    """One flat run of host memory for staged tensors.
+
+    Args:
+        num_bytes: its size; at least 1.
+        kind: ``"plain"`` memory of this process; ``"pinned"``: locked, so that a CUDA device copies into it beside the host's work;
+            ``"shared"``: POSIX shared memory from the start, which other processes map by one descriptor and which never moves.
+
+    Raises:
+        StagingMemoryError: there is not that much memory.
+
+    Attributes:
+        num_bytes, kind: as given.
+        memory: the run as bytes, shape ``(num_bytes,)``.
+        address: of its first byte.
+
+    Thread-safety: none; a buffer has one owner at a time.
+    """
+
+    def __init__(self, num_bytes: int, kind: MemoryKind) -> None:
+        self.num_bytes = num_bytes
+        self.kind = kind
+        _require(num_bytes, kind)
+        self._shared: torch.Tensor | None = None
+        self._memory: mmap.mmap | None = None
+        self._is_registered = False
+        try:
+            if kind == "shared":
+                self._shared = new_shared_bytes(num_bytes)
+            else:
+                self._memory = _anonymous(num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EAGAIN):
+                raise
+            raise _too_large(num_bytes, kind, None) from error
+        self.memory = self._shared.numpy() if self._shared is not None else np.frombuffer(self._memory, dtype=np.uint8)
+        self.address = int(self.memory.ctypes.data)
+        if kind == "pinned":
+            self._register()
+
+    def open(self, on_dead: Callable[[], None]) -> torch.Tensor:
+        """The whole run as a fresh uint8 tensor of shape ``(num_bytes,)``.
+
+        Args:
+            on_dead: called when the tensor and all its views are gone. Never for shared memory, whose storage outlives its users: other
+                processes may still read it.
+        """
+        if self._shared is not None:
+            return self._shared
+        # torch keeps the array alive for as long as any view of the tensor lives, which is how their death can be seen.
+        anchor = self.memory[:]
+        weakref.finalize(anchor, on_dead).atexit = False
+        return torch.from_numpy(anchor)
+
+    def close(self) -> None:
+        """Give the memory back: at once, or when the last view of it is gone. Idempotent."""
+        if self._is_registered:
+            self._is_registered = False
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+        self._shared = self._memory = None
+        self.memory = np.empty(0, dtype=np.uint8)
+
+    def _register(self) -> None:
+        # A registered mapping has exactly the size that was asked for; torch's own pinned allocator rounds up to a power of two.
+        status = torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0)
+        if int(status) != 0:
+            raise StagingMemoryError(
+                "the system does not lock that much memory",
+                needed_bytes=self.num_bytes,
+                expected=f"{self.num_bytes:,} bytes of pinned memory",
+                found=f"CUDA's error {int(status)}",
+                remedy='raise the limit of locked memory (ulimit -l), or use memory="plain"',
+            )
+        self._is_registered = True
+
+
+def _anonymous(num_bytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)  # fewer faults when it is first touched
+        except OSError:
+            pass  # a kernel without huge pages: slower once, nothing else
+    return memory
+
+
+def _require(num_bytes: int, kind: MemoryKind) -> None:
+    there = available_bytes()
+    if there is not None and num_bytes > max(0, there - _RESERVE_BYTES):
+        raise _too_large(num_bytes, kind, there)
+    if kind == "shared":
+        # A page of shared memory that the file system cannot give ends the process by SIGBUS when it is touched.
+        there = shared_memory_bytes()
+        if there is not None and num_bytes > there:
+            raise _too_large(num_bytes, kind, there)
+
+
+def _too_large(num_bytes: int, kind: MemoryKind, there: int | None) -> StagingMemoryError:
+    where = f"shared memory ({_SHARED_DIRECTORY})" if kind == "shared" else "memory"
+    return StagingMemoryError(
+        f"a staging buffer does not fit into {where}",
+        needed_bytes=num_bytes,
+        available_bytes=there or 0,
+        expected=f"{num_bytes:,} bytes",
+        found="less" if there is None else f"{there:,} bytes free",
+        remedy="free memory, stage less state on this rank, or save without staging (dcp.save)"
+        + ("; a container's shared memory grows with --shm-size" if kind == "shared" else ""),
+    )

@@ -1,0 +1,48 @@
+"""How a failure to stage on one rank reaches all ranks: as a value that fails in DCP's own planning step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from dcp_engine.errors import DcpEngineError
+
+__all__ = ["STAGING_FAILED", "StagingFailure"]
+
+STAGING_FAILED = "staging failed"
+"""Key of the only value in the state that a failed staging returns."""
+
+
+class StagingFailure:
+    """Raises its error when a planner, any planner, asks what is to be written.
+
+    A stager that raises leaves the other ranks waiting in DCP's ``gather`` until the group's timeout. A planner's error is gathered, and
+    every rank gets it at once; so that is where the error is raised.
+
+    Args:
+        error: what went wrong, with its rank in it.
+    """
+
+    def __init__(self, error: DcpEngineError) -> None:
+        self.error = error
+
+    def __create_write_items__(self, fqn: str, object: Any) -> NoReturn:
+        raise self.error
+
+    def __create_chunk_list__(self) -> NoReturn:
+        raise self.error
+
+    def __get_tensor_shard__(self, index: Any) -> NoReturn:
+        raise self.error
+
+
+def failed_state(error: DcpEngineError) -> dict[str, Any]:
+    """A state that can only fail."""
+    return {STAGING_FAILED: StagingFailure(error)}
+
+
+def failures_in(state: dict[str, Any]) -> Iterator[DcpEngineError]:
+    """The errors in a staged state, for whoever wants them before planning."""
+    for value in state.values():
+        if isinstance(value, StagingFailure):
+            yield value.error

@@ -1,0 +1,393 @@
+"""``DoubleBufferStager``: DCP's ``AsyncStager`` over two reusable host buffers, with device copies beside training."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from dcp_engine.errors import ClosedError, DcpEngineError, InvalidOptionError, StagedDataChangedError, StagingMemoryError, UsageError
+from dcp_engine.staged_memory import Lease
+from dcp_engine.staging.arena import Arena, MemoryKind
+from dcp_engine.staging.buffers import Buffer, BufferInfo, BufferPool, BufferState
+from dcp_engine.staging.copy_cuda import CudaCopier, Transfer
+from dcp_engine.staging.copy_host import copy_runs
+from dcp_engine.staging.digests import Thoroughness, slot_digests
+from dcp_engine.staging.failure import failed_state
+from dcp_engine.staging.layout import Extent, Slot, StagePlan, View, extent_of, plan_slots
+from dcp_engine.staging.state import StagedTensor, find_tensors, rebuilt
+from dcp_engine.storage.options import default_threads
+
+__all__ = ["DoubleBufferStager", "StagingReport"]
+
+_NUM_BUFFERS = 2
+_Response = TypeVar("_Response")
+
+
+class _StepHooks(Protocol):
+    """What :meth:`DoubleBufferStager.protect` needs of an optimizer."""
+
+    def register_step_pre_hook(self, hook: Callable[..., None]) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StagingReport:
+    """One staging.
+
+    Attributes:
+        waited_secs: waited for a free buffer.
+        blocked_secs: from call to return, the waiting included. Copies from a device go on after that.
+        num_bytes: of the buffer that the state takes.
+        num_tensors: staged, ties counted for each key.
+        num_slots: runs of memory that were copied.
+        replanned: whether the layout differs from the last one's.
+        content: digest of all tensors, None with ``verify_staging="off"``, or while copies from a device are under way.
+    """
+
+    waited_secs: float
+    blocked_secs: float
+    num_bytes: int
+    num_tensors: int
+    num_slots: int
+    replanned: bool
+    content: int | None
+
+
+@dataclass(slots=True)
+class _Staging:
+    """One state in one buffer. Holds no tensor: those that were handed out must be free to go."""
+
+    buffer: Buffer
+    slots: tuple[Slot, ...]
+    names: list[str]
+    """Of the tensor that a slot holds, or of the first of them."""
+    memory: NDArray[np.uint8]
+    lease: Lease
+    transfers: list[Transfer]
+    digests: list[int]
+
+
+class DoubleBufferStager(AsyncStager):
+    """Copies a state into one of two host buffers, so that training may go on while the copy is written.
+
+    ::
+
+        stager = DoubleBufferStager()
+        future = dcp.async_save(state, storage_writer=ShardWriter(path), planner=planner, async_stager=stager)
+        ...
+        stager.close()
+
+    Buffers are flat, allocated once and used again; they are laid out anew when the state's structure changes. CPU tensors and all other
+    mutable values are copied when ``stage`` returns. With CUDA tensors ``stage`` only queues copies on a stream of their own and returns a
+    future, which makes ``dcp.async_save`` return an ``AsyncSaveResponse``. Until it is done the tensors must not be changed:
+    :meth:`protect` an optimizer, and its ``step`` waits for the copy, on the device; or call :meth:`fence` before changing them.
+
+    A buffer is busy until its state has been written. ``ShardWriter`` gives it back when its bytes are written. With other writers, and with
+    ``AsyncCheckpointerType.PROCESS``, it comes back when the last staged tensor is gone, which may be late or, with shared memory, never:
+    call :meth:`track` on what ``async_save`` returned. When both are busy, ``stage`` waits for one.
+
+    With a process group, ``stage`` never raises a :class:`~dcp_engine.errors.DcpEngineError`: it returns a state that fails when it is
+    planned, because an exception on one rank would leave the others waiting for it.
+
+    Args:
+        memory: ``"plain"``, ``"pinned"`` (needs CUDA), ``"shared"`` (for saves in another process; pages of shared memory are reserved when
+            allocated), or ``"auto"``: pinned where CUDA is available, else plain.
+        budget_bytes: most that both buffers together may take; None: what the machine has.
+        wait_secs: longest wait for a free buffer.
+        verify_staging: ``"sample"`` digests a few KiB of each tensor when staged and holds them against the buffer when it was written,
+            ``"full"`` all of it, ``"off"`` nothing.
+        threads: that copy CPU tensors, the caller's among them; None: the CPUs of this rank, at most 8.
+
+    Raises:
+        InvalidOptionError: an option is out of range.
+
+    Thread-safety: ``stage`` from one thread at a time, else it fails; the rest from any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory: MemoryKind | str = "auto",
+        budget_bytes: int | None = None,
+        wait_secs: float = 600.0,
+        verify_staging: Thoroughness | str = "sample",
+        threads: int | None = None,
+    ) -> None:
+        self._memory = _memory_kind(memory)
+        if budget_bytes is not None and (isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 1):
+            raise InvalidOptionError("budget_bytes is no size", expected="None or an int of at least 1", found=repr(budget_bytes))
+        if isinstance(wait_secs, bool) or not isinstance(wait_secs, int | float) or not 0 <= wait_secs < math.inf:
+            raise InvalidOptionError("wait_secs is no duration", expected="a finite number of seconds from 0", found=repr(wait_secs))
+        if verify_staging not in ("off", "sample", "full"):
+            raise InvalidOptionError("unknown verify_staging", expected="off, sample or full", found=repr(verify_staging))
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 256):
+            raise InvalidOptionError("threads is out of range", expected="None or an int from 1 to 256", found=repr(threads))
+        self._budget_bytes = budget_bytes
+        self._wait_secs = float(wait_secs)
+        self._thoroughness: Thoroughness = verify_staging  # type: ignore[assignment]
+        self._threads = threads or default_threads()
+        self._buffers = BufferPool(_NUM_BUFFERS)
+        self._helpers: ThreadPoolExecutor | None = None
+        self._watcher: ThreadPoolExecutor | None = None
+        self._cuda = CudaCopier()
+        self._in_stage = threading.Lock()
+        self._extents: list[Extent] = []
+        self._plan = StagePlan((), (), 0)
+        self._last: _Staging | None = None
+        self._copied: Future[None] | None = None
+        self._transfers: list[Transfer] = []
+        self._count = 0
+        self._closed = False
+        self.last_report: StagingReport | None = None
+
+    # -- DCP's calls ------------------------------------------------------------------------------------------------------
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
+        """A copy of the state, in a buffer of this stager.
+
+        Args:
+            state_dict: nested mappings, lists and tuples. Not changed.
+
+        Returns:
+            The staged state: the same containers, tensors on the CPU. A future of it where it holds CUDA tensors.
+
+        Raises:
+            StagingMemoryError: the buffers do not fit. StagingTimeoutError: both were busy for ``wait_secs``. StagingError: a value cannot
+                be copied. UnsupportedTensorError: a tensor cannot be saved. ClosedError, UsageError: closed, or in use by another thread.
+                All of them only without a process group, see above.
+        """
+        try:
+            if not self._in_stage.acquire(blocking=False):
+                raise UsageError("the stager is in use by another thread", remedy="stage from one thread, or use a stager for each")
+            try:
+                return self._stage(state_dict)
+            finally:
+                self._in_stage.release()
+        except DcpEngineError as error:
+            if not (dist.is_available() and dist.is_initialized()):
+                raise
+            error.rank = dist.get_rank() if error.rank is None else error.rank
+            return failed_state(error)
+
+    def synchronize_staging(self) -> None:
+        """Wait until the last staged state is complete and its source may be changed."""
+        copied = self._copied
+        if copied is not None:
+            copied.result()
+
+    def close(self) -> None:
+        """Give all memory back; what is still being written keeps its buffer until then. Idempotent."""
+        self._closed = True
+        self.synchronize_staging()
+        self._buffers.close()
+        for pool in (self._helpers, self._watcher):
+            if pool is not None:
+                pool.shutdown(wait=False)
+
+    # -- beyond DCP -------------------------------------------------------------------------------------------------------
+
+    def fence(self) -> None:
+        """Make the current stream of each device wait for copies under way. The host does not wait. Nothing to do for CPU tensors."""
+        transfers, self._transfers = self._transfers, []
+        for transfer in transfers:
+            torch.cuda.current_stream(transfer.device).wait_event(transfer.done)
+
+    def protect(self, optimizer: _StepHooks) -> Any:
+        """Let each ``optimizer.step()`` wait, on the device, for copies under way.
+
+        Returns:
+            The hook's handle; ``remove()`` ends the protection.
+        """
+        return optimizer.register_step_pre_hook(lambda *_: self.fence())
+
+    def track(self, response: _Response) -> _Response:
+        """Give the buffer of the last staged state back when this save ends, however it ends.
+
+        Args:
+            response: what ``dcp.async_save`` returned, or a future of the save.
+
+        Returns:
+            ``response`` itself.
+        """
+        last = self._last
+        upload: Any = getattr(response, "upload_completion", response)
+        if last is not None:
+            upload.add_done_callback(lambda _: last.lease.release())
+        return response
+
+    @property
+    def buffers(self) -> tuple[BufferInfo, ...]:
+        """What each buffer is doing."""
+        return self._buffers.info()
+
+    # -- inside -----------------------------------------------------------------------------------------------------------
+
+    def _stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
+        started = time.monotonic()
+        if self._closed:
+            raise ClosedError("the stager is closed", remedy="make a new DoubleBufferStager")
+        tensors = find_tensors(state_dict)
+        replanned = self._replan(tensors)
+        self._count += 1
+        buffer, waited_secs = self._buffers.acquire(f"staged state {self._count}", self._wait_secs)
+        try:
+            staging, staged_state = self._fill(buffer, tensors, state_dict)
+        except BaseException:
+            self._buffers.release(buffer)
+            raise
+        self._last = staging
+        content = None if staging.transfers or not staging.digests else hash(tuple(staging.digests))
+        self.last_report = StagingReport(
+            waited_secs, time.monotonic() - started, self._plan.num_bytes, len(tensors), len(self._plan.slots), replanned, content
+        )
+        if not staging.transfers:
+            return staged_state
+        if self._watcher is None:
+            self._watcher = ThreadPoolExecutor(1, thread_name_prefix="dcp-engine-stager")
+        staged: Future[STATE_DICT_TYPE] = Future()
+        # Two futures: one that this object kept would keep the staged state alive.
+        self._copied = self._watcher.submit(self._await_transfers, staging, staged_state, staged)
+        return staged
+
+    def _replan(self, tensors: Sequence[StagedTensor]) -> bool:
+        extents = [extent_of(tensor.local) for tensor in tensors]
+        if extents == self._extents:
+            return False
+        plan = plan_slots(extents)
+        needed = _NUM_BUFFERS * plan.num_bytes
+        if self._budget_bytes is not None and needed > self._budget_bytes:
+            raise StagingMemoryError(
+                "two buffers for this state do not fit into budget_bytes",
+                needed_bytes=needed,
+                available_bytes=self._budget_bytes,
+                expected=f"budget_bytes of at least {needed:,}",
+                found=f"{self._budget_bytes:,}",
+                remedy="raise budget_bytes, or stage less state on this rank",
+            )
+        self._extents, self._plan = extents, plan
+        return True
+
+    def _fill(self, buffer: Buffer, tensors: Sequence[StagedTensor], state_dict: STATE_DICT_TYPE) -> tuple[_Staging, STATE_DICT_TYPE]:
+        plan = self._plan
+        arena = self._arena(buffer, plan.num_bytes)
+        lease = Lease(
+            arena.address,
+            arena.num_bytes,
+            owner=buffer.owner,
+            on_writing=lambda: self._buffers.enter(buffer, BufferState.WRITING),
+            on_release=lambda: self._buffers.release(buffer),
+            check=lambda: self._check(staging),
+        )
+        staging = _Staging(buffer, plan.slots, [tensors[slot.member].name for slot in plan.slots], arena.memory, lease, [], [])
+        try:
+            flat = arena.open(lease.release)
+            staging.transfers = self._cuda.start(plan, [tensor.local for tensor in tensors], flat)
+            self._transfers += staging.transfers
+            self._copy_host(plan, tensors, arena.address, flat)
+            staged_state = rebuilt(state_dict, _views(plan, tensors, flat))
+            if not staging.transfers:
+                self._staged(staging)
+        except BaseException:
+            for transfer in staging.transfers:
+                transfer.done.synchronize()
+            lease.release()
+            raise
+        return staging, staged_state
+
+    def _arena(self, buffer: Buffer, num_bytes: int) -> Arena:
+        """The buffer's memory, taken anew where it is too small or far too large for this state."""
+        arena = buffer.arena
+        if arena is None or not num_bytes <= arena.num_bytes <= _MAX_SLACK * max(num_bytes, _MIN_BYTES):
+            if arena is not None:
+                arena.close()
+                buffer.arena = None
+            buffer.arena = arena = Arena(max(num_bytes, _MIN_BYTES), self._memory)
+        return arena
+
+    def _copy_host(self, plan: StagePlan, tensors: Sequence[StagedTensor], address: int, flat: torch.Tensor) -> None:
+        runs = []
+        for slot in plan.slots:
+            tensor = tensors[slot.member].local
+            if tensor.device.type != "cpu":
+                continue
+            if slot.is_copied_whole:
+                runs.append((address + slot.offset, slot.start, slot.num_bytes))
+            else:
+                target = flat[slot.offset : slot.offset + slot.num_bytes].view(tensor.dtype).view(tensor.shape)
+                with torch.no_grad():
+                    target.copy_(tensor)
+        if self._threads > 1 and self._helpers is None:
+            self._helpers = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="dcp-engine-copy")
+        copy_runs(runs, self._helpers, self._threads)
+
+    def _staged(self, staging: _Staging) -> None:
+        """The buffer holds its state."""
+        staging.digests = slot_digests(staging.memory, staging.slots, self._thoroughness)
+        self._buffers.enter(staging.buffer, BufferState.STAGED)
+
+    def _await_transfers(self, staging: _Staging, staged_state: STATE_DICT_TYPE, staged: Future[STATE_DICT_TYPE]) -> None:
+        """In a thread of its own: when the copies from devices are through, the staged state is handed out."""
+        try:
+            for transfer in staging.transfers:
+                transfer.done.synchronize()
+            self._staged(staging)
+        except BaseException as error:
+            staging.lease.release()
+            staged.set_exception(error)
+            return
+        finally:
+            self._transfers = [transfer for transfer in self._transfers if transfer not in staging.transfers]
+            staging.transfers = []
+        staged.set_result(staged_state)
+
+    def _check(self, staging: _Staging) -> None:
+        found = slot_digests(staging.memory, staging.slots, self._thoroughness)
+        for name, before, after in zip(staging.names, staging.digests, found, strict=True):
+            if before != after:
+                raise StagedDataChangedError(
+                    "a staged tensor has changed while it was written",
+                    tensor=name,
+                    expected=f"digest {before:016x}",
+                    found=f"digest {after:016x}",
+                    remedy="find who writes to the staged state: no planner or hook may; nothing was published",
+                )
+
+
+_MAX_SLACK = 2
+_MIN_BYTES = 4096
+
+
+def _views(plan: StagePlan, tensors: Sequence[StagedTensor], flat: torch.Tensor) -> dict[int, Any]:
+    """Id of a tensor of the state -> its staged like."""
+    of_dtype: dict[torch.dtype, torch.Tensor] = {}
+    staged = {}
+    for tensor, view in zip(tensors, plan.views, strict=True):
+        dtype = tensor.local.dtype
+        whole = of_dtype.get(dtype)
+        if whole is None:
+            whole = of_dtype[dtype] = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        staged[id(tensor.value)] = tensor.around(whole.as_strided(tensor.local.shape, view.stride, view.offset // dtype.itemsize))
+    return staged
+
+
+def _memory_kind(memory: str) -> MemoryKind:
+    if memory not in ("auto", "plain", "pinned", "shared"):
+        raise InvalidOptionError("unknown memory", expected="auto, plain, pinned or shared", found=repr(memory))
+    if memory == "pinned" and not torch.cuda.is_available():
+        raise InvalidOptionError(
+            "pinned memory needs CUDA", expected="a CUDA device", found="none", remedy='use memory="auto", which takes what there is'
+        )
+    if memory == "auto":
+        return "pinned" if torch.cuda.is_available() else "plain"
+    return memory  # type: ignore[return-value]

@@ -1,0 +1,140 @@
+"""Which values of a state are tensors to be staged, and the staged state made of them: same containers, nothing mutable shared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dcp_engine.compat import is_traceable_wrapper, rewrapped, wait_for_collective
+from dcp_engine.errors import StagingError
+from dcp_engine.planners.local_shards import describe, speaks_duck_protocol
+
+__all__ = ["StagedTensor", "find_tensors", "rebuilt"]
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
+_CHUNK_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""What makes a plain tensor a part of a larger one (torch 2.14's ``CheckpointableTensor``)."""
+
+
+class StagedTensor:
+    """A value of the state that is staged as a tensor.
+
+    Attributes:
+        name: where it stands first, for messages.
+        value: as it stands in the state.
+        local: the plain tensor with this rank's data: ``value`` itself, or what a DTensor wraps.
+    """
+
+    __slots__ = ("local", "name", "value")
+
+    def __init__(self, name: str, value: torch.Tensor, local: torch.Tensor) -> None:
+        self.name = name
+        self.value = value
+        self.local = local
+
+    def around(self, staged: torch.Tensor) -> torch.Tensor:
+        """The value's like around a copy of ``local``."""
+        if isinstance(self.value, DTensor):
+            return rewrapped(self.value, staged)
+        for field in _CHUNK_FIELDS if "global_shape" in vars(self.value) else ():
+            setattr(staged, field, getattr(self.value, field))
+        return staged
+
+
+def find_tensors(state_dict: Mapping[Any, Any]) -> list[StagedTensor]:
+    """The tensors in mappings, lists and tuples at any depth, each object once, in the state's order.
+
+    Left out, to be copied as the objects that they are: tensors inside of other objects, on devices without streams of their own, and of
+    classes that speak DCP's duck protocol.
+
+    Raises:
+        UnsupportedTensorError: a tensor that no planner of ours could save, by name.
+    """
+    found: list[StagedTensor] = []
+    seen: set[int] = set()
+    stack: list[tuple[str, Any]] = [("", state_dict)]
+    while stack:
+        name, value = stack.pop()
+        cls = type(value)
+        if cls in _ATOMS or id(value) in seen:
+            continue
+        if isinstance(value, torch.Tensor):
+            seen.add(id(value))
+            local = _local(name, value)
+            if local is not None:
+                found.append(StagedTensor(name, value, local))
+        elif isinstance(value, Mapping):
+            seen.add(id(value))
+            stack += [(f"{name}.{key}" if name else str(key), child) for key, child in reversed(value.items())]
+        elif isinstance(value, list | tuple):
+            seen.add(id(value))
+            stack += [(f"{name}.{index}", child) for index, child in reversed(tuple(enumerate(value)))]
+    return found
+
+
+def _local(name: str, value: torch.Tensor) -> torch.Tensor | None:
+    local = value
+    if type(value) not in _PLAIN_TYPES:
+        if isinstance(value, DTensor):
+            if any(placement.is_partial() for placement in value.placements):
+                describe(name, value)  # refuses it
+            with torch.no_grad():
+                local = wait_for_collective(value.to_local())
+            if speaks_duck_protocol(local):
+                return None
+        elif speaks_duck_protocol(value):
+            return None
+        else:
+            local = wait_for_collective(value)
+        if type(local) not in _PLAIN_TYPES or is_traceable_wrapper(local):
+            describe(name, value)  # refuses what cannot be saved; what passes has plain memory of its own
+            local = local.detach().as_subclass(torch.Tensor)
+    if local.layout is not torch.strided or local.is_quantized or local.is_nested or local.device.type == "meta":
+        describe(name, value)
+    return local if local.device.type in ("cpu", "cuda") else None
+
+
+def rebuilt(state_dict: Mapping[Any, Any], staged: Mapping[int, Any]) -> dict[str, Any]:
+    """A deep copy of the state.
+
+    Args:
+        state_dict: the state.
+        staged: id of a value -> what stands for it in the copy.
+
+    Raises:
+        StagingError: something cannot be copied; names the first such value.
+    """
+    try:
+        return copy.deepcopy(dict(state_dict), dict(staged))
+    except Exception as error:  # whatever a class of the user's raises when it is copied
+        name, value = _first_uncopied(state_dict, staged)
+        raise StagingError(
+            "a value of the state cannot be copied, and could change while it is written",
+            tensor=name,
+            found=f"{type(value).__module__}.{type(value).__qualname__}: {error}",
+            remedy="leave it out of the state, put its state_dict() there, or save without staging (dcp.save)",
+        ) from error
+
+
+def _first_uncopied(state_dict: Mapping[Any, Any], staged: Mapping[int, Any]) -> tuple[str, Any]:
+    """Name and value of the innermost thing that cannot be copied."""
+    name, here = "", state_dict
+    while True:
+        children: Any = ()
+        if isinstance(here, Mapping):
+            children = here.items()
+        elif isinstance(here, list | tuple):
+            children = enumerate(here)
+        for key, child in children:
+            try:
+                copy.deepcopy(child, dict(staged))
+            except Exception:  # the one that is looked for, whatever it raises
+                name, here = f"{name}.{key}" if name else str(key), child
+                break
+        else:
+            return name, here
