@@ -67,8 +67,8 @@ def new_shared_bytes(num_bytes: int) -> torch.Tensor:
     Raises:
         OSError: ENOSPC where the file system behind shared memory is full. Without the reservation the process would end by SIGBUS later.
     """
-    storage = torch.UntypedStorage._new_shared(num_bytes)
-    if hasattr(os, "posix_fallocate") and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":
+    storage = torch.UntypedStorage._new_shared(num_bytes)  # type: ignore[no-untyped-call]
+    if hasattr(os, "posix_fallocate") and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
         descriptor, _ = storage._share_fd_cpu_()  # the storage's own
         os.posix_fallocate(descriptor, 0, num_bytes)
     return torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -81,7 +81,7 @@ def rewrapped(value: DTensor, local: torch.Tensor) -> DTensor:
     (2.11 to 2.14) takes 6.
     """
     try:
-        return DTensor(local, value._spec, requires_grad=False)  # type: ignore[call-arg, return-value]
+        return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     except (AttributeError, TypeError):
         return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, Stora
 
 from dcp_engine.plan_columns import PlanColumns
 
-__all__ = ["EncodedObject", "EngineMetadata", "EngineStorageMeta", "Path", "PlannerData"]
+__all__ = ["EncodedObject", "EngineMetadata", "EngineStorageMeta", "Path", "PlannerData", "WritePhases"]
 
 Path = tuple[str | int, ...]
 """DCP's OBJ_PATH, where a value stands in a state: a str is a key of a mapping as text, an int an index of a sequence."""
@@ -26,6 +26,23 @@ class EncodedObject(io.BytesIO):
     Our save planner returns it from ``resolve_data`` when the writer is ours, and our reader hands it to ``load_bytes`` of a planner that
     says so with ``accepts_encoded_objects = True``. Any other ``BytesIO`` is opaque to the engine: it may hold a pickle.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class WritePhases:
+    """Where the time of a save went on one rank, as its writer saw it.
+
+    Attributes:
+        plan_secs: from the save's beginning to the moment when this rank may write, the exchange of plans included.
+        write_secs: writing this rank's files until they are durable.
+        raw_bytes: of what this rank wrote, as it lies in memory.
+        stored_bytes: of this rank's files.
+    """
+
+    plan_secs: float
+    write_secs: float
+    raw_bytes: int
+    stored_bytes: int
 
 
 @dataclass

@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import secrets
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ from dcp_engine.storage.publish import AttemptRef, Publisher, open_publisher
 from dcp_engine.storage.records import ShardReceipt
 from dcp_engine.storage.shard_set import Writer, write_shards
 from dcp_engine.storage.steps import parse_step_name
-from dcp_engine.types import EngineMetadata, EngineStorageMeta, PlannerData
+from dcp_engine.types import EngineMetadata, EngineStorageMeta, PlannerData, WritePhases
 
 __all__ = ["ShardWriter"]
 
@@ -98,6 +99,9 @@ class ShardWriter(StorageWriter):
         process_group: the group that ``dcp.save`` uses; checked against the plan. Not pickled.
         storage_options: keyword arguments of the fsspec file system of a URL.
 
+    Attributes:
+        phases: where the time of the last save went on this rank; None until its files are written.
+
     Raises:
         InvalidOptionError: an option is out of range.
         UnencodableObjectError: ``metadata`` cannot be represented.
@@ -149,6 +153,8 @@ class ShardWriter(StorageWriter):
         self._token = ""
         # The attempt in progress, on the coordinator. One that is still here when a save begins was abandoned: DCP has no call for that.
         self._attempt: tuple[Publisher, AttemptRef] | None = None
+        self._began = 0.0
+        self.phases: WritePhases | None = None
 
     # -- DCP's calls ------------------------------------------------------------------------------------------------------
 
@@ -178,6 +184,7 @@ class ShardWriter(StorageWriter):
             raise InvalidOptionError("no path to write to", remedy="pass ShardWriter(path) or dcp.save(..., checkpoint_id=path)")
         self._rank = int(kwargs.get("rank", 0))
         self._token = secrets.token_hex(16)
+        self._began, self.phases = time.monotonic(), None
         self._abort()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -235,6 +242,7 @@ class ShardWriter(StorageWriter):
                 found=type(ticket).__name__,
                 remedy="keep SavePlan.storage_data in custom planners, and do not replay cached plans",
             )
+        may_write = time.monotonic()
         try:
             # A staged state's buffer is free for the next save from here on, whatever keeps the staged tensors alive.
             with staged_memory.writing(planner_values.held_values(planner)):
@@ -243,6 +251,12 @@ class ShardWriter(StorageWriter):
             error.rank = ticket.rank if error.rank is None else error.rank
             self._add_place(error)
             raise
+        self.phases = WritePhases(
+            plan_secs=may_write - self._began,
+            write_secs=time.monotonic() - may_write,
+            raw_bytes=sum(receipt.raw_bytes for receipt in receipts),
+            stored_bytes=sum(receipt.size_bytes for receipt in receipts),
+        )
         future: Future[list[WriteResult]] = Future()
         future.set_result(
             [WriteResult(index=MetadataIndex(r.name), size_in_bytes=r.size_bytes, storage_data=r) for r in receipts],

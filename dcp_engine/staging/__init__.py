@@ -1,7 +1,7 @@
 """Host copies of the training state, so that training may go on while they are written.
 
-``stager`` is DCP's call; ``state`` finds the tensors and builds the copy, ``layout`` says where each goes, ``arena`` and ``buffers`` are the
-memory and who has it, ``copy_host`` and ``copy_cuda`` move the bytes, ``digests`` proves them, ``failure`` carries an error to all ranks.
+``stager`` is DCP's call; ``state`` finds the tensors and builds the copy, ``layout`` says where each goes, ``arena`` and ``buffers`` are
+the memory and who has it, ``copy_host`` and ``copy_cuda`` move the bytes, ``digests`` proves them, ``failure`` carries an error to all.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -13,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dcp_engine.compat import new_shared_bytes
 from dcp_engine.errors import StagingMemoryError
@@ -21,7 +23,7 @@ __all__ = ["Arena", "MemoryKind", "available_bytes", "shared_memory_bytes"]
 
 MemoryKind = Literal["plain", "pinned", "shared"]
 
-_SHARED_DIRECTORY = "/dev/shm"  # noqa: S108  where POSIX shared memory lives on Linux, not a file of ours
+_SHARED_DIRECTORY = "/dev/shm"
 _RESERVE_BYTES = 64 * 1024**2
 """Never taken: a machine that is filled to the last byte kills somebody."""
 
@@ -88,18 +90,17 @@ class Arena:
         self.kind = kind
         _require(num_bytes, kind)
         self._shared: torch.Tensor | None = None
-        self._memory: mmap.mmap | None = None
         self._is_registered = False
         try:
             if kind == "shared":
                 self._shared = new_shared_bytes(num_bytes)
+                self.memory: NDArray[np.uint8] = self._shared.numpy()
             else:
-                self._memory = _anonymous(num_bytes)
+                self.memory = np.frombuffer(_anonymous(num_bytes), dtype=np.uint8)
         except OSError as error:
             if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EAGAIN):
                 raise
             raise _too_large(num_bytes, kind, None) from error
-        self.memory = self._shared.numpy() if self._shared is not None else np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self.memory.ctypes.data)
         if kind == "pinned":
             self._register()
@@ -122,13 +123,13 @@ class Arena:
         """Give the memory back: at once, or when the last view of it is gone. Idempotent."""
         if self._is_registered:
             self._is_registered = False
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-        self._shared = self._memory = None
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+        self._shared = None
         self.memory = np.empty(0, dtype=np.uint8)
 
     def _register(self) -> None:
         # A registered mapping has exactly the size that was asked for; torch's own pinned allocator rounds up to a power of two.
-        status = torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0)
+        status = torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0)  # type: ignore[no-untyped-call]
         if int(status) != 0:
             raise StagingMemoryError(
                 "the system does not lock that much memory",
@@ -143,10 +144,8 @@ class Arena:
 def _anonymous(num_bytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower once, nothing else
             memory.madvise(mmap.MADV_HUGEPAGE)  # fewer faults when it is first touched
-        except OSError:
-            pass  # a kernel without huge pages: slower once, nothing else
     return memory
 
 

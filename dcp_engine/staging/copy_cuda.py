@@ -57,7 +57,7 @@ class CudaCopier:
     def _start(self, device: torch.device, slots: Sequence[Slot], tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> Transfer:
         stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device, priority=-1)
+            stream = self._streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         # What the training has queued so far must be done before its results are read; what it queues later runs beside.
         stream.wait_event(torch.cuda.current_stream(device).record_event())
         held: list[torch.Tensor] = []
@@ -68,7 +68,7 @@ class CudaCopier:
                     source = _source(slot, tensors[slot.member])
                     flat[slot.offset : slot.offset + slot.num_bytes].copy_(source, non_blocking=True)
                     held += (source, tensors[slot.member])
-            done = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a thread that waits for it sleeps
             done.record(stream)
         return Transfer(device, done, held)
 

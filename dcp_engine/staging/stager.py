@@ -14,24 +14,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcp_engine.errors import ClosedError, DcpEngineError, InvalidOptionError, StagedDataChangedError, StagingMemoryError, UsageError
-from dcp_engine.staged_memory import Lease
+from dcp_engine.staged_memory import Lease, leases_of
 from dcp_engine.staging.arena import Arena, MemoryKind
 from dcp_engine.staging.buffers import Buffer, BufferInfo, BufferPool, BufferState
 from dcp_engine.staging.copy_cuda import CudaCopier, Transfer
 from dcp_engine.staging.copy_host import copy_runs
 from dcp_engine.staging.digests import Thoroughness, slot_digests
 from dcp_engine.staging.failure import failed_state
-from dcp_engine.staging.layout import Extent, Slot, StagePlan, View, extent_of, plan_slots
-from dcp_engine.staging.state import StagedTensor, find_tensors, rebuilt
+from dcp_engine.staging.layout import Extent, Slot, StagePlan, extent_of, plan_slots
+from dcp_engine.staging.state import StagedTensor, find_tensors, leaves_of, rebuilt
 from dcp_engine.storage.options import default_threads
 
 __all__ = ["DoubleBufferStager", "StagingReport"]
 
 _NUM_BUFFERS = 2
+_State = dict[str, Any]
 _Response = TypeVar("_Response")
 
 
@@ -93,9 +93,9 @@ class DoubleBufferStager(AsyncStager):
     future, which makes ``dcp.async_save`` return an ``AsyncSaveResponse``. Until it is done the tensors must not be changed:
     :meth:`protect` an optimizer, and its ``step`` waits for the copy, on the device; or call :meth:`fence` before changing them.
 
-    A buffer is busy until its state has been written. ``ShardWriter`` gives it back when its bytes are written. With other writers, and with
-    ``AsyncCheckpointerType.PROCESS``, it comes back when the last staged tensor is gone, which may be late or, with shared memory, never:
-    call :meth:`track` on what ``async_save`` returned. When both are busy, ``stage`` waits for one.
+    A buffer is busy until its state has been written. ``ShardWriter`` gives it back when its bytes are written. With other writers, and
+    with ``AsyncCheckpointerType.PROCESS``, it comes back when the last staged tensor is gone, which may be late or, with shared memory,
+    never: call :meth:`track` on what ``async_save`` returned. When both are busy, ``stage`` waits for one.
 
     With a process group, ``stage`` never raises a :class:`~dcp_engine.errors.DcpEngineError`: it returns a state that fails when it is
     planned, because an exception on one rank would leave the others waiting for it.
@@ -135,7 +135,7 @@ class DoubleBufferStager(AsyncStager):
             raise InvalidOptionError("threads is out of range", expected="None or an int from 1 to 256", found=repr(threads))
         self._budget_bytes = budget_bytes
         self._wait_secs = float(wait_secs)
-        self._thoroughness: Thoroughness = verify_staging  # type: ignore[assignment]
+        self._thoroughness: Thoroughness = verify_staging
         self._threads = threads or default_threads()
         self._buffers = BufferPool(_NUM_BUFFERS)
         self._helpers: ThreadPoolExecutor | None = None
@@ -153,7 +153,7 @@ class DoubleBufferStager(AsyncStager):
 
     # -- DCP's calls ------------------------------------------------------------------------------------------------------
 
-    def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
+    def stage(self, state_dict: _State) -> Future[_State] | _State:
         """A copy of the state, in a buffer of this stager.
 
         Args:
@@ -226,6 +226,15 @@ class DoubleBufferStager(AsyncStager):
             upload.add_done_callback(lambda _: last.lease.release())
         return response
 
+    def release(self, staged: object) -> None:
+        """Give back the buffer that holds this staged state, or future of one. Nothing to do where a writer has done it already."""
+        if isinstance(staged, Future):
+            if not staged.done() or staged.exception() is not None:
+                return  # its own end gives it back
+            staged = staged.result()
+        for lease in leases_of(leaves_of(staged)):
+            lease.release()
+
     @property
     def buffers(self) -> tuple[BufferInfo, ...]:
         """What each buffer is doing."""
@@ -233,7 +242,7 @@ class DoubleBufferStager(AsyncStager):
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 
-    def _stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
+    def _stage(self, state_dict: _State) -> Future[_State] | _State:
         started = time.monotonic()
         if self._closed:
             raise ClosedError("the stager is closed", remedy="make a new DoubleBufferStager")
@@ -255,7 +264,7 @@ class DoubleBufferStager(AsyncStager):
             return staged_state
         if self._watcher is None:
             self._watcher = ThreadPoolExecutor(1, thread_name_prefix="dcp-engine-stager")
-        staged: Future[STATE_DICT_TYPE] = Future()
+        staged: Future[_State] = Future()
         # Two futures: one that this object kept would keep the staged state alive.
         self._copied = self._watcher.submit(self._await_transfers, staging, staged_state, staged)
         return staged
@@ -278,7 +287,7 @@ class DoubleBufferStager(AsyncStager):
         self._extents, self._plan = extents, plan
         return True
 
-    def _fill(self, buffer: Buffer, tensors: Sequence[StagedTensor], state_dict: STATE_DICT_TYPE) -> tuple[_Staging, STATE_DICT_TYPE]:
+    def _fill(self, buffer: Buffer, tensors: Sequence[StagedTensor], state_dict: _State) -> tuple[_Staging, _State]:
         plan = self._plan
         arena = self._arena(buffer, plan.num_bytes)
         lease = Lease(
@@ -336,13 +345,13 @@ class DoubleBufferStager(AsyncStager):
         staging.digests = slot_digests(staging.memory, staging.slots, self._thoroughness)
         self._buffers.enter(staging.buffer, BufferState.STAGED)
 
-    def _await_transfers(self, staging: _Staging, staged_state: STATE_DICT_TYPE, staged: Future[STATE_DICT_TYPE]) -> None:
+    def _await_transfers(self, staging: _Staging, staged_state: _State, staged: Future[_State]) -> None:
         """In a thread of its own: when the copies from devices are through, the staged state is handed out."""
         try:
             for transfer in staging.transfers:
                 transfer.done.synchronize()
             self._staged(staging)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  whoever waits for the future must learn of it, whatever it is
             staging.lease.release()
             staged.set_exception(error)
             return

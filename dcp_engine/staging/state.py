@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from dcp_engine.compat import is_traceable_wrapper, rewrapped, wait_for_collecti
 from dcp_engine.errors import StagingError
 from dcp_engine.planners.local_shards import describe, speaks_duck_protocol
 
-__all__ = ["StagedTensor", "find_tensors", "rebuilt"]
+__all__ = ["StagedTensor", "find_tensors", "leaves_of", "rebuilt"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -70,11 +70,24 @@ def find_tensors(state_dict: Mapping[Any, Any]) -> list[StagedTensor]:
                 found.append(StagedTensor(name, value, local))
         elif isinstance(value, Mapping):
             seen.add(id(value))
-            stack += [(f"{name}.{key}" if name else str(key), child) for key, child in reversed(value.items())]
+            stack += [(f"{name}.{key}" if name else str(key), child) for key, child in reversed(list(value.items()))]
         elif isinstance(value, list | tuple):
             seen.add(id(value))
             stack += [(f"{name}.{index}", child) for index, child in reversed(tuple(enumerate(value)))]
     return found
+
+
+def leaves_of(state: object) -> Iterator[object]:
+    """What mappings, lists and tuples hold, at any depth."""
+    stack = [state]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Mapping):
+            stack += value.values()
+        elif isinstance(value, list | tuple):
+            stack += value
+        else:
+            yield value
 
 
 def _local(name: str, value: torch.Tensor) -> torch.Tensor | None:
@@ -123,7 +136,8 @@ def rebuilt(state_dict: Mapping[Any, Any], staged: Mapping[int, Any]) -> dict[st
 
 def _first_uncopied(state_dict: Mapping[Any, Any], staged: Mapping[int, Any]) -> tuple[str, Any]:
     """Name and value of the innermost thing that cannot be copied."""
-    name, here = "", state_dict
+    name = ""
+    here: Any = state_dict
     while True:
         children: Any = ()
         if isinstance(here, Mapping):
@@ -133,7 +147,7 @@ def _first_uncopied(state_dict: Mapping[Any, Any], staged: Mapping[int, Any]) ->
         for key, child in children:
             try:
                 copy.deepcopy(child, dict(staged))
-            except Exception:  # the one that is looked for, whatever it raises
+            except Exception:  # noqa: BLE001  the one that is looked for, whatever it raises
                 name, here = f"{name}.{key}" if name else str(key), child
                 break
         else:

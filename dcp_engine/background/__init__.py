@@ -1,0 +1,13 @@
+"""Saving beside training.
+
+``saver`` is what a training loop calls and ``handle`` what it gets; ``thread`` and ``process`` are where a save runs (``process_main`` is
+the other side of the latter), ``jobs`` what they are handed, ``failures`` what a failure becomes, ``priority`` how little they take.
+"""
+
+from __future__ import annotations
+
+from dcp_engine.background.handle import SaveHandle, SaveTimings
+from dcp_engine.background.priority import Priority
+from dcp_engine.background.saver import BackgroundSaver, UnchangedStateWarning
+
+__all__ = ["BackgroundSaver", "Priority", "SaveHandle", "SaveTimings", "UnchangedStateWarning"]

@@ -1,0 +1,41 @@
+"""What a failed save means for whoever waits for it: one typed error, with the rank on which it began."""
+
+from __future__ import annotations
+
+import copy
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_engine.errors import BackgroundSaveError, DcpEngineError
+
+__all__ = ["one_error"]
+
+
+def one_error(error: BaseException, *, path: str | None, step: int | None) -> DcpEngineError:
+    """The error to raise for what ``dcp.save`` raised.
+
+    Of several ranks' failures it is that of the lowest rank with an error of the engine's own, since the others are often its consequences,
+    else the lowest rank's. The original is its ``__cause__``.
+    """
+    if isinstance(error, DcpEngineError):
+        return error
+    if isinstance(error, CheckpointException):
+        failures = sorted((rank, wrapped[0]) for rank, wrapped in error.failures.items())
+        ours = [(rank, failure) for rank, failure in failures if isinstance(failure, DcpEngineError)]
+        if ours:
+            rank, first = ours[0]
+            found: DcpEngineError = copy.copy(first)
+            found.rank = rank if found.rank is None else found.rank
+        else:
+            rank, other = failures[0]
+            found = BackgroundSaveError("a rank failed to save", path=path, step=step, rank=rank, found=f"{type(other).__name__}: {other}")
+    else:
+        found = BackgroundSaveError(
+            "the save was broken off",
+            path=path,
+            step=step,
+            found=f"{type(error).__name__}: {error}",
+            remedy="a rank may have died, or the process group was destroyed: look at the other ranks' logs; nothing was published here",
+        )
+    found.__cause__ = error
+    return found

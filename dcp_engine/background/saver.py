@@ -1,0 +1,301 @@
+"""``BackgroundSaver``: saves beside training, one after the other, on a process group of their own."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from dcp_engine.background.failures import one_error
+from dcp_engine.background.handle import SaveHandle, SaveTimings
+from dcp_engine.background.jobs import Executor, SaveJob, SaveOutcome
+from dcp_engine.background.priority import Priority
+from dcp_engine.background.process import ProcessExecutor
+from dcp_engine.background.thread import ThreadExecutor
+from dcp_engine.errors import BackgroundSaveError, ClosedError, DcpEngineError, InvalidOptionError
+from dcp_engine.planners import BalancedSavePlanner
+from dcp_engine.staging import DoubleBufferStager
+from dcp_engine.staging.failure import failed_state, failures_in
+
+__all__ = ["BackgroundSaver", "UnchangedStateWarning"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class UnchangedStateWarning(UserWarning):
+    """Two checkpoints of different steps hold the same tensors: training may not be training what is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    job: SaveJob
+    handle: SaveHandle
+    wait_secs: float
+    stage_secs: float
+    submitted: float
+
+
+class BackgroundSaver:
+    """Stages a state, returns, and saves it while training goes on.
+
+    Saves run one after the other, in the order of :meth:`submit`, on a gloo group of their own: their collectives never come between those
+    of the training, whatever is called meanwhile. While one is written the next may be staged; the third waits for a buffer.
+
+    All ranks make it, submit and close it alike. A failure on one rank is an error on every rank: the handle raises it, and if nobody has
+    read it, the next ``submit`` does.
+
+    A process that ends early (return, exception, ``sys.exit``) first gives saves under way ``exit_wait_secs``. What is not done then is
+    not published.
+
+    Args:
+        stager: None makes one that belongs to the saver, with shared memory where the executor is a process.
+        executor: ``"thread"``, or ``"process"``: one long-lived process for each rank with a gloo group of its own, which reads staged
+            tensors through shared memory, for training loops that a busy interpreter would slow.
+        process_group: the ranks that save; None: all. Only its ranks are used.
+        timeout_secs: of the collectives of saving, and so the longest that a rank waits for another one that hangs.
+        priority: of the background work.
+        exit_wait_secs: see above.
+
+    Raises:
+        InvalidOptionError: an option is out of range.
+
+    Thread-safety: ``submit`` and ``close`` from one thread; handles from any.
+    """
+
+    def __init__(
+        self,
+        *,
+        stager: DoubleBufferStager | None = None,
+        executor: Literal["thread", "process"] | str = "thread",
+        process_group: dist.ProcessGroup | None = None,
+        timeout_secs: float = 1800.0,
+        priority: Priority | None = None,
+        exit_wait_secs: float = 60.0,
+    ) -> None:
+        if executor not in ("thread", "process"):
+            raise InvalidOptionError("unknown executor", expected="thread or process", found=repr(executor))
+        for name, value in (("timeout_secs", timeout_secs), ("exit_wait_secs", exit_wait_secs)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise InvalidOptionError(f"{name} is no duration", expected="a finite number of seconds above 0", found=repr(value))
+        self._group = _own_group(process_group, timeout_secs)
+        self._owns_stager = stager is None
+        self.stager = stager or DoubleBufferStager(memory="shared" if executor == "process" else "auto")
+        self._executor: Executor = (
+            ThreadExecutor() if executor == "thread" else ProcessExecutor(timeout_secs=timeout_secs, priority=priority or Priority())
+        )
+        self._priority = priority or Priority()
+        self._exit_wait_secs = exit_wait_secs
+        self._planner = BalancedSavePlanner()
+        self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
+        self._handles: list[SaveHandle] = []
+        self._last_content: tuple[int | None, int] | None = None
+        self._closed = False
+        # A daemon: a save that hangs must not keep the process from exiting. At exit it is waited for, with a deadline.
+        self._thread = threading.Thread(target=self._serve, name="dcp-engine-saver", daemon=True)
+        self._thread.start()
+        atexit.register(self._leave)
+
+    def submit(
+        self, state_dict: Mapping[str, Any], *, writer: StorageWriter, planner: SavePlanner | None = None, step: int | None = None
+    ) -> SaveHandle:
+        """Stage a state and queue its save.
+
+        Args:
+            state_dict: may be changed when this returns, but for CUDA tensors: see :class:`~dcp_engine.staging.DoubleBufferStager`.
+            writer: where to; one of its own for each save.
+            planner: None: one balanced planner for all saves, which remembers plans.
+            step: for the handle and for messages.
+
+        Raises:
+            DcpEngineError: of an earlier save, if nobody has read it: this state is not saved then, on any rank. Or staging failed, and
+                there is no process group; with one, the handle has the error, on every rank.
+            ClosedError: the saver is closed.
+        """
+        if self._closed:
+            raise ClosedError("the saver is closed", step=step, remedy="make a new one")
+        handle = SaveHandle(step=step, path=str(getattr(writer, "checkpoint_id", None) or ""))
+        started = time.monotonic()
+        earlier = self._unread_failure()
+        if earlier is not None:
+            # Other ranks may not have seen it yet and wait in this save: they must get an error, and not be left waiting.
+            self._enqueue(failed_state(earlier), writer, planner, handle, (0.0, 0.0, started))
+            handle.durable.exception()
+            raise earlier
+        state = self.stager.stage(_as_dict(state_dict))
+        self._warn_if_unchanged(step)
+        report = self.stager.last_report
+        waited = 0.0 if report is None else report.waited_secs
+        self._enqueue(state, writer, planner, handle, (waited, time.monotonic() - started - waited, started))
+        return handle
+
+    def wait(self, timeout_secs: float | None = None) -> None:
+        """Wait for every save submitted so far.
+
+        Raises:
+            DcpEngineError: the first that failed and whose failure nobody had read.
+            TimeoutError: they are not done in time.
+        """
+        deadline = None if timeout_secs is None else time.monotonic() + timeout_secs
+        for handle in list(self._handles):
+            handle.wait_done(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        error = self._unread_failure()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for every save, then end. Idempotent.
+
+        Raises:
+            DcpEngineError: as :meth:`wait`; closed all the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except DcpEngineError as failure:
+            if error is None:
+                raise
+            _LOG.error("a background save failed, too: %s", failure)  # the body's own exception is the one to see
+
+    # -- inside -----------------------------------------------------------------------------------------------------------
+
+    def _unread_failure(self) -> DcpEngineError | None:
+        """The first failure that nobody has read; all others count as read now. Saves that are over are forgotten."""
+        failures = [failure for handle in self._handles if (failure := handle.unread_failure()) is not None]
+        self._handles = [handle for handle in self._handles if not handle.done()]
+        return failures[0] if failures else None
+
+    def _enqueue(
+        self,
+        state: dict[str, Any] | Future[dict[str, Any]],
+        writer: StorageWriter,
+        planner: SavePlanner | None,
+        handle: SaveHandle,
+        times: tuple[float, float, float],
+    ) -> None:
+        self._handles.append(handle)
+        _resolve_staged(state, handle)
+        self._queue.put(_Queued(SaveJob(state, writer, planner or self._planner), handle, *times))
+
+    def _warn_if_unchanged(self, step: int | None) -> None:
+        report = self.stager.last_report
+        if report is None or report.content is None:
+            return
+        last, self._last_content = self._last_content, (step, report.content)
+        if last is not None and last[1] == report.content and step is not None and last[0] is not None and step > last[0]:
+            warnings.warn(
+                f"the tensors staged for step {step} are those of step {last[0]}: is the optimizer stepping the model that is saved?",
+                UnchangedStateWarning,
+                stacklevel=3,
+            )
+
+    def _serve(self) -> None:
+        self._priority.apply()
+        while (queued := self._queue.get()) is not None:
+            self._save(queued)
+            del queued  # else the staged tensors would live until the next save
+
+    def _save(self, queued: _Queued) -> None:
+        handle = queued.handle
+        try:
+            self._executor.prepare(self._group)
+            began = time.monotonic()
+            outcome = self._executor.run(queued.job, self._group)
+        except BaseException as error:  # noqa: BLE001  DCP's own is a BaseException, and a thread that ended would leave every later save waiting
+            handle.durable.set_exception(one_error(error, path=handle.path, step=handle.step))
+            return
+        finally:
+            self.stager.release(queued.job.state)
+        _report(handle, outcome, queued, began)
+        handle.durable.set_result(outcome.metadata)
+
+    def _leave(self) -> None:
+        """At the interpreter's exit: time for saves under way, and no more than that."""
+        deadline = time.monotonic() + self._exit_wait_secs
+        for handle in self._handles:
+            if not handle.wait_done(max(0.0, deadline - time.monotonic())):
+                _LOG.error("the process ends before the save of %s is done; it will not be published", handle.path)
+                return
+        failure = self._unread_failure()
+        if failure is not None:
+            _LOG.error("a background save failed, and nobody has read its error: %s", failure)
+
+    def _end(self) -> None:
+        atexit.unregister(self._leave)
+        self._queue.put(None)
+        self._thread.join(self._exit_wait_secs)
+        self._executor.close()
+        if self._owns_stager:
+            self.stager.close()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+
+def _own_group(ranks_of: dist.ProcessGroup | None, timeout_secs: float) -> dist.ProcessGroup | None:
+    """A gloo group of the same ranks, made by these ranks alone; None without any."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    ranks = list(range(dist.get_world_size())) if ranks_of is None else dist.get_process_group_ranks(ranks_of)
+    group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_secs), backend="gloo", use_local_synchronization=ranks_of is not None)
+    if not isinstance(group, dist.ProcessGroup):
+        raise BackgroundSaveError("this rank is not in the process group that saves", found=f"ranks {ranks}", rank=dist.get_rank())
+    return group
+
+
+def _as_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """As ``dcp.async_save`` does it: ``Stateful`` values are asked for their state."""
+    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+
+
+def _resolve_staged(state: dict[str, Any] | Future[dict[str, Any]], handle: SaveHandle) -> None:
+    if isinstance(state, Future):
+        state.add_done_callback(lambda done: _resolve(handle.staged, done.exception()))
+    else:
+        _resolve(handle.staged, next(failures_in(state), None))
+
+
+def _resolve(future: Future[None], error: BaseException | None) -> None:
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+def _report(handle: SaveHandle, outcome: SaveOutcome, queued: _Queued, began: float) -> None:
+    ended = time.monotonic()
+    phases = outcome.phases
+    handle.timings = SaveTimings(
+        wait_secs=queued.wait_secs,
+        stage_secs=queued.stage_secs,
+        queue_secs=began - queued.submitted - queued.wait_secs - queued.stage_secs,
+        plan_secs=phases.plan_secs if phases else 0.0,
+        write_secs=phases.write_secs if phases else ended - began,
+        commit_secs=ended - began - phases.plan_secs - phases.write_secs if phases else 0.0,
+    )
+    if phases is not None:
+        handle.raw_bytes, handle.stored_bytes = phases.raw_bytes, phases.stored_bytes
