@@ -132,6 +132,7 @@ class _Child:
         if isinstance(answer, Done):
             return SaveOutcome(answer.metadata, answer.phases)
         assert isinstance(answer, Failed)
+        self._planner = None  # it may not have arrived
         raise answer.error
 
     def end(self) -> None:

@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from dcp_engine.background.priority import Priority
 from dcp_engine.errors import BackgroundSaveError
+from dcp_engine.planners import BalancedSavePlanner
+from dcp_engine.staging.failure import failed_state
 from dcp_engine.staging.state import leaves_of
+from dcp_engine.storage import ShardWriter
 from dcp_engine.types import WritePhases
 
 __all__ = ["SILENT_SECS", "Alive", "ChildGroup", "Done", "Failed", "Ready", "Request", "main"]
@@ -108,11 +112,11 @@ def _join(place: ChildGroup) -> None:
 def _serve(connection: Connection, answers: _Answers, *, grouped: bool) -> None:
     planner: SavePlanner | None = None
     mapped: dict[int, torch.Tensor] = {}
-    while (request := connection.recv()) is not None:
+    while (request := _received(connection)) is not None:
         planner = request.planner or planner
-        assert planner is not None
-        _keep_mapped(mapped, request.state)
         try:
+            assert planner is not None, "the first request brings one"
+            _keep_mapped(mapped, request.state)
             with answers.beating():
                 metadata = save(request.state, storage_writer=request.writer, planner=planner, no_dist=not grouped)
             answer: Done | Failed = Done(metadata, getattr(request.writer, "phases", None))
@@ -120,6 +124,22 @@ def _serve(connection: Connection, answers: _Answers, *, grouped: bool) -> None:
             answers.send_failure(error)
             continue
         answers.send(answer)
+
+
+def _received(connection: Connection) -> Request | None:
+    """The next request. What cannot be read becomes one that fails: the other ranks are saving, and wait for this one."""
+    data = connection.recv_bytes()
+    try:
+        request: Request | None = ForkingPickler.loads(data)
+    except Exception as error:  # noqa: BLE001  whatever a class, or its absence, raises
+        failure = BackgroundSaveError(
+            "what is to be saved cannot be read by the process that saves",
+            rank=dist.get_rank() if dist.is_initialized() else None,
+            found=f"{type(error).__name__}: {error}",
+            remedy='use executor="thread", or define classes where other processes can import them',
+        )
+        return Request(failed_state(failure), ShardWriter("unknown"), BalancedSavePlanner())
+    return request
 
 
 def _keep_mapped(mapped: dict[int, torch.Tensor], state: dict[str, Any]) -> None:
