@@ -67,7 +67,14 @@ class Lease:
             self._state = "released"
         with _LOCK:
             _LEASES.pop(id(self), None)
-        self._on_release()
+        on_release = self._on_release
+        # What the callbacks refer to refers to this lease: the memory must not wait for the garbage collector.
+        self._on_writing = self._on_release = self.check = _nothing
+        on_release()
+
+
+def _nothing() -> None:
+    """What a lease does when it is over."""
 
 
 _LOCK = threading.Lock()

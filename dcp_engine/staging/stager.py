@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,13 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcp_engine.errors import ClosedError, DcpEngineError, InvalidOptionError, StagedDataChangedError, StagingMemoryError, UsageError
+from dcp_engine.errors import ClosedError, DcpEngineError, StagedDataChangedError, StagingMemoryError, UsageError
 from dcp_engine.staged_memory import Lease, leases_of
 from dcp_engine.staging.arena import Arena, MemoryKind
 from dcp_engine.staging.buffers import Buffer, BufferInfo, BufferPool, BufferState
@@ -25,8 +22,8 @@ from dcp_engine.staging.copy_host import copy_runs
 from dcp_engine.staging.digests import Thoroughness, slot_digests
 from dcp_engine.staging.failure import failed_state
 from dcp_engine.staging.layout import Extent, Slot, StagePlan, extent_of, plan_slots
+from dcp_engine.staging.options import staging_options
 from dcp_engine.staging.state import StagedTensor, find_tensors, leaves_of, rebuilt
-from dcp_engine.storage.options import default_threads
 
 __all__ = ["DoubleBufferStager", "StagingReport"]
 
@@ -72,7 +69,6 @@ class _Staging:
     slots: tuple[Slot, ...]
     names: list[str]
     """Of the tensor that a slot holds, or of the first of them."""
-    memory: NDArray[np.uint8]
     lease: Lease
     transfers: list[Transfer]
     digests: list[int]
@@ -124,19 +120,9 @@ class DoubleBufferStager(AsyncStager):
         verify_staging: Thoroughness | str = "sample",
         threads: int | None = None,
     ) -> None:
-        self._memory = _memory_kind(memory)
-        if budget_bytes is not None and (isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 1):
-            raise InvalidOptionError("budget_bytes is no size", expected="None or an int of at least 1", found=repr(budget_bytes))
-        if isinstance(wait_secs, bool) or not isinstance(wait_secs, int | float) or not 0 <= wait_secs < math.inf:
-            raise InvalidOptionError("wait_secs is no duration", expected="a finite number of seconds from 0", found=repr(wait_secs))
-        if verify_staging not in ("off", "sample", "full"):
-            raise InvalidOptionError("unknown verify_staging", expected="off, sample or full", found=repr(verify_staging))
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 256):
-            raise InvalidOptionError("threads is out of range", expected="None or an int from 1 to 256", found=repr(threads))
-        self._budget_bytes = budget_bytes
-        self._wait_secs = float(wait_secs)
-        self._thoroughness: Thoroughness = verify_staging
-        self._threads = threads or default_threads()
+        self._options = staging_options(
+            memory=memory, budget_bytes=budget_bytes, wait_secs=wait_secs, verify_staging=verify_staging, threads=threads
+        )
         self._buffers = BufferPool(_NUM_BUFFERS)
         self._helpers: ThreadPoolExecutor | None = None
         self._watcher: ThreadPoolExecutor | None = None
@@ -249,7 +235,7 @@ class DoubleBufferStager(AsyncStager):
         tensors = find_tensors(state_dict)
         replanned = self._replan(tensors)
         self._count += 1
-        buffer, waited_secs = self._buffers.acquire(f"staged state {self._count}", self._wait_secs)
+        buffer, waited_secs = self._buffers.acquire(f"staged state {self._count}", self._options.wait_secs)
         try:
             staging, staged_state = self._fill(buffer, tensors, state_dict)
         except BaseException:
@@ -275,13 +261,13 @@ class DoubleBufferStager(AsyncStager):
             return False
         plan = plan_slots(extents)
         needed = _NUM_BUFFERS * plan.num_bytes
-        if self._budget_bytes is not None and needed > self._budget_bytes:
+        if self._options.budget_bytes is not None and needed > self._options.budget_bytes:
             raise StagingMemoryError(
                 "two buffers for this state do not fit into budget_bytes",
                 needed_bytes=needed,
-                available_bytes=self._budget_bytes,
+                available_bytes=self._options.budget_bytes,
                 expected=f"budget_bytes of at least {needed:,}",
-                found=f"{self._budget_bytes:,}",
+                found=f"{self._options.budget_bytes:,}",
                 remedy="raise budget_bytes, or stage less state on this rank",
             )
         self._extents, self._plan = extents, plan
@@ -298,7 +284,7 @@ class DoubleBufferStager(AsyncStager):
             on_release=lambda: self._buffers.release(buffer),
             check=lambda: self._check(staging),
         )
-        staging = _Staging(buffer, plan.slots, [tensors[slot.member].name for slot in plan.slots], arena.memory, lease, [], [])
+        staging = _Staging(buffer, plan.slots, [tensors[slot.member].name for slot in plan.slots], lease, [], [])
         try:
             flat = arena.open(lease.release)
             staging.transfers = self._cuda.start(plan, [tensor.local for tensor in tensors], flat)
@@ -321,7 +307,7 @@ class DoubleBufferStager(AsyncStager):
             if arena is not None:
                 arena.close()
                 buffer.arena = None
-            buffer.arena = arena = Arena(max(num_bytes, _MIN_BYTES), self._memory)
+            buffer.arena = arena = Arena(max(num_bytes, _MIN_BYTES), self._options.memory)
         return arena
 
     def _copy_host(self, plan: StagePlan, tensors: Sequence[StagedTensor], address: int, flat: torch.Tensor) -> None:
@@ -336,13 +322,13 @@ class DoubleBufferStager(AsyncStager):
                 target = flat[slot.offset : slot.offset + slot.num_bytes].view(tensor.dtype).view(tensor.shape)
                 with torch.no_grad():
                     target.copy_(tensor)
-        if self._threads > 1 and self._helpers is None:
-            self._helpers = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="dcp-engine-copy")
-        copy_runs(runs, self._helpers, self._threads)
+        if self._options.threads > 1 and self._helpers is None:
+            self._helpers = ThreadPoolExecutor(self._options.threads - 1, thread_name_prefix="dcp-engine-copy")
+        copy_runs(runs, self._helpers, self._options.threads)
 
     def _staged(self, staging: _Staging) -> None:
         """The buffer holds its state."""
-        staging.digests = slot_digests(staging.memory, staging.slots, self._thoroughness)
+        staging.digests = self._slot_digests(staging)
         self._buffers.enter(staging.buffer, BufferState.STAGED)
 
     def _await_transfers(self, staging: _Staging, staged_state: _State, staged: Future[_State]) -> None:
@@ -360,8 +346,13 @@ class DoubleBufferStager(AsyncStager):
             staging.transfers = []
         staged.set_result(staged_state)
 
+    def _slot_digests(self, staging: _Staging) -> list[int]:
+        arena = staging.buffer.arena
+        assert arena is not None, "a buffer that is held has its memory"
+        return slot_digests(arena.memory, staging.slots, self._options.verify_staging)
+
     def _check(self, staging: _Staging) -> None:
-        found = slot_digests(staging.memory, staging.slots, self._thoroughness)
+        found = self._slot_digests(staging)
         for name, before, after in zip(staging.names, staging.digests, found, strict=True):
             if before != after:
                 raise StagedDataChangedError(
@@ -388,15 +379,3 @@ def _views(plan: StagePlan, tensors: Sequence[StagedTensor], flat: torch.Tensor)
             whole = of_dtype[dtype] = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         staged[id(tensor.value)] = tensor.around(whole.as_strided(tensor.local.shape, view.stride, view.offset // dtype.itemsize))
     return staged
-
-
-def _memory_kind(memory: str) -> MemoryKind:
-    if memory not in ("auto", "plain", "pinned", "shared"):
-        raise InvalidOptionError("unknown memory", expected="auto, plain, pinned or shared", found=repr(memory))
-    if memory == "pinned" and not torch.cuda.is_available():
-        raise InvalidOptionError(
-            "pinned memory needs CUDA", expected="a CUDA device", found="none", remedy='use memory="auto", which takes what there is'
-        )
-    if memory == "auto":
-        return "pinned" if torch.cuda.is_available() else "plain"
-    return memory  # type: ignore[return-value]

@@ -44,7 +44,11 @@ def test_leaving_right_after_a_save_began_ends_whole_or_absent(tmp_path: Path, h
     script.write_text(SCRIPT.replace("{{", "{").replace("}}", "}"), encoding="utf-8")
     (tmp_path / "steps").mkdir()
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), str(tmp_path), executor, how], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-W", "ignore", str(script), str(tmp_path), executor, how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert run.returncode == EXIT_STATUS[how], run.stderr
     steps = committed_steps(str(tmp_path / "steps"))

@@ -1,4 +1,4 @@
-"""Saving beside training over several ranks: failures of one rank reach all, dead processes are replaced, nothing half-done is published."""
+"""Saving beside training over several ranks: failures of one reach all, dead processes are replaced, nothing half-done is published."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from dcp_engine import BalancedSavePlanner, ReshardLoadPlanner, ShardReader, ShardWriter, verify_checkpoint
 from dcp_engine.background import BackgroundSaver
-from dcp_engine.errors import BackgroundSaveError, SaverDiedError, StagingMemoryError, UnencodableObjectError, UnsupportedTensorError
+from dcp_engine.errors import BackgroundSaveError, StagingMemoryError, UnsupportedTensorError
 from dcp_engine.staging import BufferState, DoubleBufferStager
 
 
@@ -69,7 +69,8 @@ def save_three(root: str, executor: str) -> None:
         for handle in handles:
             handle.result(60)
             assert handle.staged.done()
-            assert handle.timings is not None and handle.timings.write_secs > 0
+            assert handle.timings is not None
+            assert handle.timings.write_secs > 0
         assert [buffer.state for buffer in saver.stager.buffers] == [BufferState.FREE, BufferState.FREE]
     for step in (1, 2, 3):
         check_saved(f"{root}/step-{step:08d}", step)

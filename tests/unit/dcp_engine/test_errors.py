@@ -45,6 +45,13 @@ KINDS = {
     "RankDisagreementError": "rank_disagreement",
     "PlanError": "plan",
     "RankFailedError": "rank_failed",
+    "ClosedError": "closed",
+    "StagingError": "staging",
+    "StagingMemoryError": "staging_memory",
+    "StagingTimeoutError": "staging_timeout",
+    "StagedDataChangedError": "staged_data_changed",
+    "BackgroundSaveError": "background_save",
+    "SaverDiedError": "saver_died",
 }
 BUILTIN_BASES = {
     "UsageError": ValueError,

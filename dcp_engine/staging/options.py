@@ -1,0 +1,63 @@
+"""Options of a stager, refused when it is made rather than in the middle of a save."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from dcp_engine.errors import InvalidOptionError
+from dcp_engine.staging.arena import MemoryKind
+from dcp_engine.staging.digests import Thoroughness
+from dcp_engine.storage.options import default_threads
+
+__all__ = ["StagingOptions", "staging_options"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingOptions:
+    """Validated options; see :class:`dcp_engine.staging.DoubleBufferStager`."""
+
+    memory: MemoryKind
+    budget_bytes: int | None
+    wait_secs: float
+    verify_staging: Thoroughness
+    threads: int
+
+
+def staging_options(
+    *, memory: MemoryKind | str, budget_bytes: int | None, wait_secs: float, verify_staging: Thoroughness | str, threads: int | None
+) -> StagingOptions:
+    """Check and complete the options.
+
+    Raises:
+        InvalidOptionError: naming the option, what it was and what is valid.
+    """
+    if budget_bytes is not None and (isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 1):
+        raise InvalidOptionError("budget_bytes is no size", expected="None or an int of at least 1", found=repr(budget_bytes))
+    if isinstance(wait_secs, bool) or not isinstance(wait_secs, int | float) or not 0 <= wait_secs < math.inf:
+        raise InvalidOptionError("wait_secs is no duration", expected="a finite number of seconds from 0", found=repr(wait_secs))
+    if verify_staging not in ("off", "sample", "full"):
+        raise InvalidOptionError("unknown verify_staging", expected="off, sample or full", found=repr(verify_staging))
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 256):
+        raise InvalidOptionError("threads is out of range", expected="None or an int from 1 to 256", found=repr(threads))
+    return StagingOptions(
+        memory=_memory_kind(memory),
+        budget_bytes=budget_bytes,
+        wait_secs=float(wait_secs),
+        verify_staging=verify_staging,
+        threads=threads or default_threads(),
+    )
+
+
+def _memory_kind(memory: str) -> MemoryKind:
+    if memory not in ("auto", "plain", "pinned", "shared"):
+        raise InvalidOptionError("unknown memory", expected="auto, plain, pinned or shared", found=repr(memory))
+    if memory == "pinned" and not torch.cuda.is_available():
+        raise InvalidOptionError(
+            "pinned memory needs CUDA", expected="a CUDA device", found="none", remedy='use memory="auto", which takes what there is'
+        )
+    if memory == "auto":
+        return "pinned" if torch.cuda.is_available() else "plain"
+    return memory

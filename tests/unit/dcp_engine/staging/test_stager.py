@@ -1,0 +1,349 @@
+"""A staged state: equal to its source when it was staged, and deaf to it afterwards."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from support.values import DTYPES, full, same
+
+from dcp_engine import BalancedSavePlanner, ShardWriter, verify_checkpoint
+from dcp_engine.errors import (
+    ClosedError,
+    InvalidOptionError,
+    StagedDataChangedError,
+    StagingError,
+    StagingMemoryError,
+    StagingTimeoutError,
+    UnsupportedTensorError,
+    UsageError,
+)
+from dcp_engine.staging import BufferState, DoubleBufferStager
+from dcp_engine.staging.arena import available_bytes
+
+FREE = [BufferState.FREE, BufferState.FREE]
+
+
+def states(stager: DoubleBufferStager) -> list[BufferState]:
+    return [buffer.state for buffer in stager.buffers]
+
+
+@pytest.mark.parametrize("memory", ["plain", "shared"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_out_as_it_was_and_in_memory_of_its_own(dtype: torch.dtype, memory: str) -> None:
+    state = {"dense": full("dense", (5, 7), dtype), "scalar": full("scalar", (), dtype), "empty": full("empty", (0, 3), dtype)}
+    staged = DoubleBufferStager(memory=memory).stage(state)
+    assert isinstance(staged, dict)
+    for key, tensor in state.items():
+        assert same(staged[key], tensor)
+        assert tensor.numel() == 0 or staged[key].data_ptr() != tensor.data_ptr()
+
+
+def test_what_changes_afterwards_is_not_in_the_staged_state() -> None:
+    parameter = torch.nn.Parameter(full("parameter", (100,)))
+    state: dict[str, Any] = {
+        "parameter": parameter,
+        "step": torch.tensor(3.0),
+        "array": np.arange(4),
+        "list": [1, {"inner": [2]}],
+        "bytes": bytearray(b"abc"),
+    }
+    staged = DoubleBufferStager().stage(state)
+    with torch.no_grad():
+        parameter.zero_()
+    state["step"] += 1
+    state["array"] += 1
+    state["list"][1]["inner"].append(3)
+    state["bytes"][0] = 0
+    assert same(staged["parameter"], full("parameter", (100,)))
+    assert not staged["parameter"].requires_grad
+    assert staged["step"].item() == 3
+    assert staged["array"].tolist() == [0, 1, 2, 3]
+    assert staged["list"] == [1, {"inner": [2]}]
+    assert staged["bytes"] == bytearray(b"abc")
+
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass
+class Holder:
+    tensor: torch.Tensor = field(default_factory=lambda: torch.ones(2))
+
+
+def test_containers_keep_their_types_and_immutable_values_are_shared() -> None:
+    text = "a text that is long enough to be an object of its own"
+    state = {
+        "ordered": OrderedDict(a=torch.ones(1)),
+        "point": Point(torch.zeros(2), text),
+        "tuple": (1, [torch.ones(3)]),
+        "holder": Holder(),
+    }
+    staged = DoubleBufferStager().stage(state)
+    assert type(staged["ordered"]) is OrderedDict
+    assert type(staged["point"]) is Point
+    assert staged["point"].y is text
+    assert staged["tuple"][0] == 1
+    assert staged["holder"].tensor.data_ptr() != state["holder"].tensor.data_ptr()
+
+
+def test_ties_and_views_stay_what_they_are_to_each_other() -> None:
+    base = torch.arange(100.0)
+    state = {"whole": base, "tie": base.view(10, 10), "part": base[10:20], "other": torch.arange(100.0)}
+    staged = DoubleBufferStager().stage(state)
+    assert staged["whole"].data_ptr() == staged["tie"].data_ptr() != staged["other"].data_ptr()
+    assert staged["part"].data_ptr() == staged["whole"].data_ptr() + 40
+    assert staged["part"].tolist() == [float(value) for value in range(10, 20)]
+
+
+@st.composite
+def views(draw: st.DrawFn) -> torch.Tensor:
+    base = torch.arange(400).to(draw(st.sampled_from([torch.int16, torch.float64, torch.complex64])))
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    view = torch.as_strided(base, shape, [draw(st.integers(0, 12)) for _ in shape], draw(st.integers(0, 200)))
+    return view.conj() if view.is_complex() and draw(st.booleans()) else view
+
+
+@given(st.lists(views(), max_size=8))
+def test_any_strides_come_out_with_their_values(found: list[torch.Tensor]) -> None:
+    staged = DoubleBufferStager().stage({str(index): tensor for index, tensor in enumerate(found)})
+    for index, tensor in enumerate(found):
+        assert torch.equal(staged[str(index)], tensor)
+
+
+def test_shared_memory_between_arrays_that_torch_takes_for_separate_storages() -> None:
+    array = np.arange(20, dtype=np.float32)
+    staged = DoubleBufferStager().stage({"all": torch.from_numpy(array), "tail": torch.from_numpy(array[5:])})
+    assert staged["all"].tolist() == list(range(20))
+    assert staged["tail"].tolist() == list(range(5, 20))
+
+
+# -- buffers ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_writer_gives_the_buffer_back_though_somebody_keeps_the_staged_state(tmp_path: Path) -> None:
+    stager, planner = DoubleBufferStager(), BalancedSavePlanner()
+    state = {"w": full("w", (1000,))}
+    for step in range(5):
+        future = dcp.async_save(state, storage_writer=ShardWriter(tmp_path / str(step)), planner=planner, async_stager=stager)
+        future.result()
+        assert states(stager) == FREE
+    addresses = {buffer.num_bytes for buffer in stager.buffers}
+    assert addresses == {0, 4096}, "the first buffer was used again, the second never needed"
+    verify_checkpoint(tmp_path / "4")
+
+
+def test_a_failed_save_frees_its_buffer_though_its_future_is_kept(tmp_path: Path) -> None:
+    stager = DoubleBufferStager(wait_secs=0)
+    kept = []
+    for _ in range(4):
+        kept.append(
+            dcp.async_save(
+                {"w": torch.ones(3)}, storage_writer=FailingWriter(tmp_path / "a"), planner=BalancedSavePlanner(), async_stager=stager
+            )
+        )
+        with pytest.raises(BaseException, match="the disk is gone"):
+            kept[-1].result()
+    assert states(stager) == FREE
+
+
+class FailingWriter(ShardWriter):
+    def _write_files(self, *_: Any) -> Any:
+        raise OSError("the disk is gone")
+
+
+def test_a_foreign_writer_frees_the_buffer_by_letting_go_or_by_tracking(tmp_path: Path) -> None:
+    stager, planner = DoubleBufferStager(), dcp.DefaultSavePlanner()
+    writer = dcp.FileSystemWriter(tmp_path / "a")
+    dcp.async_save({"w": torch.ones(3)}, storage_writer=writer, async_stager=stager).result()
+    gc.collect()
+    assert states(stager) == FREE
+    future = dcp.async_save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "b"), planner=planner, async_stager=stager)
+    assert stager.track(future) is future
+    future.result()
+    assert states(stager) == FREE
+
+
+def test_a_held_buffer_makes_the_third_staging_wait_and_fail_with_a_name() -> None:
+    stager = DoubleBufferStager(wait_secs=0.05)
+    held = [stager.stage({"w": torch.ones(3)}), stager.stage({"w": torch.ones(3)})]
+    with pytest.raises(StagingTimeoutError, match=r"staged for .* by staged state 1; staged for .* by staged state 2"):
+        stager.stage({"w": torch.ones(3)})
+    del held[0]
+    gc.collect()
+    stager.stage({"w": torch.ones(3)})
+
+
+def test_memory_descriptors_and_threads_stay_the_same_over_many_saves_of_changing_structure() -> None:
+    def used() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    stager = DoubleBufferStager(memory="shared", threads=2)
+    sizes = []
+    for number in range(30):
+        count = 8 if 10 <= number < 20 else 2
+        staged = stager.stage({str(index): torch.full((2**18,), float(number)) for index in range(count)})
+        assert staged["1"][-1].item() == number
+        stager.release(staged)
+        sizes.append((stager.buffers[0].num_bytes, *used()))
+    assert {size for size, _, _ in sizes[:10]} == {2**21}
+    assert {size for size, _, _ in sizes[10:20]} == {2**23}
+    assert {size for size, _, _ in sizes[20:]} == {2**21}, "four times what is needed is not kept"
+    assert {usage[1:] for usage in sizes[10:]} == {sizes[10][1:]}, "with the helping threads that large states need"
+    before = len(os.listdir("/proc/self/fd"))
+    stager.close()
+    del staged
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) < before
+
+
+def test_a_report_says_what_was_done() -> None:
+    stager = DoubleBufferStager()
+    first = stager.stage({"a": torch.ones(4), "b": torch.ones(4)})
+    report = stager.last_report
+    assert report is not None
+    assert (report.num_bytes, report.num_tensors, report.num_slots, report.replanned) == (128, 2, 2, True)
+    stager.release(first)
+    weight = torch.ones(4)
+    contents = []
+    for value in (0.0, 0.0, 1.0):
+        weight += value
+        stager.release(stager.stage({"w": weight}))
+        contents.append(stager.last_report.content)
+    assert contents[0] == contents[1] != contents[2]
+    assert stager.last_report.replanned is False
+
+
+# -- what was written is what was staged --------------------------------------------------------------------------------------
+
+
+class MeddlingPlanner(BalancedSavePlanner):
+    """Writes to the staged state while it is saved."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        value = super().resolve_data(write_item)
+        if isinstance(value, torch.Tensor):
+            value.add_(1)
+        return value
+
+
+@pytest.mark.parametrize("thoroughness", ["sample", "full"])
+def test_a_staged_tensor_that_changes_while_it_is_written_fails_the_save(tmp_path: Path, thoroughness: str) -> None:
+    stager = DoubleBufferStager(verify_staging=thoroughness)
+    future = dcp.async_save(
+        {"model": {"w": torch.ones(50_000)}}, storage_writer=ShardWriter(tmp_path / "a"), planner=MeddlingPlanner(), async_stager=stager
+    )
+    with pytest.raises(dcp.CheckpointException) as caught:
+        future.result()
+    error = caught.value.failures[0][0]
+    assert isinstance(error, StagedDataChangedError)
+    assert error.tensor == "model.w"
+    assert not (tmp_path / "a").exists()
+    assert states(stager) == FREE
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": "vram"}, "unknown memory"),
+        ({"budget_bytes": 0}, "budget_bytes is no size"),
+        ({"budget_bytes": True}, "budget_bytes is no size"),
+        ({"wait_secs": -1}, "wait_secs is no duration"),
+        ({"wait_secs": float("nan")}, "wait_secs is no duration"),
+        ({"verify_staging": "some"}, "unknown verify_staging"),
+        ({"threads": 0}, "threads is out of range"),
+    ],
+)
+def test_options_out_of_range_are_refused_when_the_stager_is_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidOptionError, match=message):
+        DoubleBufferStager(**options)
+
+
+def test_pinned_memory_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidOptionError, match="pinned memory needs CUDA"):
+        DoubleBufferStager(memory="pinned")
+
+
+def test_a_budget_that_is_too_small_is_refused_with_the_figure_that_is_needed() -> None:
+    stager = DoubleBufferStager(budget_bytes=1000)
+    with pytest.raises(StagingMemoryError, match="at least 2,048") as caught:
+        stager.stage({"w": torch.ones(256)})
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (2048, 1000)
+    stager.stage({"w": torch.ones(112)})
+
+
+@pytest.mark.parametrize("memory", ["plain", "shared"])
+def test_a_state_beyond_the_machines_memory_is_refused_before_anything_is_taken(memory: str, tmp_path: Path) -> None:
+    there = available_bytes()
+    assert there is not None
+    with open(tmp_path / "sparse", "w+b") as file:
+        file.truncate(2 * there)
+        huge = torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 2 * there), dtype=np.uint8))
+    stager = DoubleBufferStager(memory=memory)
+    with pytest.raises(StagingMemoryError) as caught:
+        stager.stage({"huge": huge})
+    assert caught.value.needed_bytes >= 2 * there
+    assert states(stager) == FREE
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.eye(3).to_sparse(),
+        torch.empty(3, device="meta"),
+        torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged),
+    ],
+    ids=["sparse", "meta", "nested"],
+)
+def test_tensors_that_cannot_be_saved_are_refused_by_name(value: torch.Tensor) -> None:
+    with pytest.raises(UnsupportedTensorError) as caught:
+        DoubleBufferStager().stage({"model": {"odd": value}})
+    assert caught.value.tensor == "model.odd"
+
+
+def test_a_value_that_cannot_be_copied_is_refused_by_name() -> None:
+    stager = DoubleBufferStager()
+    with pytest.raises(StagingError) as caught:
+        stager.stage({"fine": 1, "nested": [{"lock": threading.Lock()}]})
+    assert caught.value.tensor == "nested.0.lock"
+    assert states(stager) == FREE
+
+
+def test_a_second_thread_is_refused_while_the_first_stages() -> None:
+    stager = DoubleBufferStager(wait_secs=5)
+    held = [stager.stage({"w": torch.ones(1)}), stager.stage({"w": torch.ones(1)})]
+    waiting = threading.Thread(target=lambda: stager.stage({"w": torch.ones(1)}))
+    waiting.start()
+    while not stager._in_stage.locked():
+        pass
+    with pytest.raises(UsageError, match="in use by another thread"):
+        stager.stage({"w": torch.ones(1)})
+    for one in held:
+        stager.release(one)
+    waiting.join()
+
+
+def test_a_closed_stager_is_refused_and_closing_twice_is_fine() -> None:
+    stager = DoubleBufferStager()
+    staged = stager.stage({"w": torch.ones(3)})
+    stager.close()
+    stager.close()
+    with pytest.raises(ClosedError):
+        stager.stage({"w": torch.ones(3)})
+    assert staged["w"].tolist() == [1, 1, 1], "what was handed out lives as long as its holder"
