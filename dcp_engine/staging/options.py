@@ -58,6 +58,6 @@ def _memory_kind(memory: str) -> MemoryKind:
         raise InvalidOptionError(
             "pinned memory needs CUDA", expected="a CUDA device", found="none", remedy='use memory="auto", which takes what there is'
         )
-    if memory == "auto":
-        return "pinned" if torch.cuda.is_available() else "plain"
-    return memory
+    if memory == "shared":
+        return "shared"
+    return "pinned" if memory == "pinned" or (memory == "auto" and torch.cuda.is_available()) else "plain"
