@@ -6,6 +6,7 @@ the next save finds a free buffer although planners, futures and tracebacks may 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,8 @@ class Lease:
         on_release: called once, when it ends.
         check: raises if the memory does not hold what was staged.
 
-    Thread-safety: all methods may be called from any thread, and more than once.
+    Thread-safety: all methods may be called from any thread, and more than once; from destructors, too, which the garbage collector may
+    run in the middle of any of them.
     """
 
     def __init__(
@@ -47,7 +49,8 @@ class Lease:
         self._on_writing = on_writing
         self._on_release = on_release
         self._state = "held"
-        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._lock = threading.RLock()
         with _LOCK:
             _LEASES[id(self)] = self
 
@@ -72,14 +75,30 @@ class Lease:
         self._on_writing = self._on_release = self.check = _nothing
         on_release()
 
+    def abandon(self) -> None:
+        """The last tensor in the memory is gone. In a forked process, which has but a copy of them, that means nothing."""
+        if os.getpid() == self._process:
+            self.release()
+
 
 def _nothing() -> None:
     """What a lease does when it is over."""
 
 
-_LOCK = threading.Lock()
+# Reentrant: a tensor that dies while it is held releases its lease at once, in this very thread.
+_LOCK = threading.RLock()
 # Never many: a stager has two buffers.
 _LEASES: dict[int, Lease] = {}
+
+
+def _forget_in_child() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()
+    _LEASES.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def leases_of(values: Iterable[object]) -> list[Lease]:

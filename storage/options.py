@@ -11,7 +11,7 @@ from dcp_engine.storage.codecs import CHOICES
 from dcp_engine.storage.limits import BLOCK_BYTES
 from dcp_engine.storage.records import PipelineOptions
 
-__all__ = ["DEFAULT_BYTES_IN_FLIGHT", "LEVELS", "default_threads", "pipeline_options"]
+__all__ = ["DEFAULT_BYTES_IN_FLIGHT", "LEVELS", "default_threads", "local_ranks", "pipeline_options"]
 
 LEVELS: Final = range(1, 23)
 """zstd levels that the format's writers accept."""
@@ -22,9 +22,13 @@ MAX_THREADS: Final = 256
 def default_threads() -> int:
     """CPUs this process may use, shared among the ranks that torchrun started on this machine, at least 1 and at most 8."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, cpus // local_ranks()))
+
+
+def local_ranks() -> int:
+    """Ranks that torchrun started on this machine, as far as is known; at least 1."""
     local_world = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    ranks_here = int(local_world) if local_world.isdecimal() else 1
-    return max(1, min(8, cpus // max(1, ranks_here)))
+    return max(1, int(local_world)) if local_world.isdecimal() else 1
 
 
 def pipeline_options(

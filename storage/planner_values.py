@@ -42,14 +42,14 @@ _COPIED_BYTES = 16384
 def held_values(planner: SavePlanner) -> Iterator[object]:
     """The leaves of the state that a planner saves, as far as it shows it the way the stock planner does."""
     stack = [getattr(planner, "state_dict", None)]
+    seen = set()  # a container may hold itself
     while stack:
         value = stack.pop()
-        if isinstance(value, Mapping):
-            stack += value.values()
-        elif isinstance(value, list | tuple):
-            stack += value
-        else:
+        if not isinstance(value, Mapping | list | tuple):
             yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            stack += value.values() if isinstance(value, Mapping) else value
 
 
 @dataclass(frozen=True, slots=True)

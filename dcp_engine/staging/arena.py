@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dcp_engine.compat import new_shared_bytes
 from dcp_engine.errors import StagingMemoryError
 
-__all__ = ["Arena", "MemoryKind", "available_bytes", "shared_memory_bytes"]
+__all__ = ["Arena", "MemoryKind", "available_bytes", "require_room", "shared_memory_bytes"]
 
 MemoryKind = Literal["plain", "pinned", "shared"]
 
@@ -88,7 +88,7 @@ class Arena:
     def __init__(self, num_bytes: int, kind: MemoryKind) -> None:
         self.num_bytes = num_bytes
         self.kind = kind
-        _require(num_bytes, kind)
+        require_room(num_bytes, 0, kind, 1)
         self._shared: torch.Tensor | None = None
         self._is_registered = False
         try:
@@ -98,9 +98,11 @@ class Arena:
             else:
                 self.memory = np.frombuffer(_anonymous(num_bytes), dtype=np.uint8)
         except OSError as error:
-            if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EAGAIN):
-                raise
+            if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EAGAIN, errno.EFBIG):
+                raise _refused(num_bytes, kind, error) from error
             raise _too_large(num_bytes, kind, None) from error
+        except RuntimeError as error:  # torch's, for every error of the system: it keeps the text alone
+            raise _refused(num_bytes, kind, error) from error
         self.address = int(self.memory.ctypes.data)
         if kind == "pinned":
             self._register()
@@ -143,31 +145,60 @@ class Arena:
 
 def _anonymous(num_bytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower once, nothing else
-            memory.madvise(mmap.MADV_HUGEPAGE)  # fewer faults when it is first touched
+    # MADV_HUGEPAGE: fewer faults when it is first touched. MADV_DONTFORK: while a forked process (a DataLoader's) lives, each page that
+    # is staged into would be copied first, and kept twice.
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, name):
+            with contextlib.suppress(OSError):  # a kernel that does not know it: slower, nothing else
+                memory.madvise(getattr(mmap, name))
     return memory
 
 
-def _require(num_bytes: int, kind: MemoryKind) -> None:
+def require_room(num_bytes: int, held_bytes: int, kind: MemoryKind, num_ranks: int) -> None:
+    """Refuse what would not fit, before any of it is taken.
+
+    Args:
+        num_bytes: that this rank wants, all buffers together.
+        held_bytes: of its buffers so far, which it gives back or uses again.
+        kind: of memory.
+        num_ranks: on this machine, which want as much at about the same time, and hold as much.
+
+    Raises:
+        StagingMemoryError: with what this rank needs, and its share of what there is.
+    """
     there = available_bytes()
-    if there is not None and num_bytes > max(0, there - _RESERVE_BYTES):
+    if there is not None:
+        _require(num_bytes, held_bytes + max(0, there - _RESERVE_BYTES) // num_ranks, kind)
+    # A page of shared memory that the file system cannot give ends the process by SIGBUS when it is touched.
+    there = shared_memory_bytes() if kind == "shared" else None
+    if there is not None:
+        _require(num_bytes, held_bytes + there // num_ranks, kind)
+
+
+def _require(num_bytes: int, there: int, kind: MemoryKind) -> None:
+    if num_bytes > there:
         raise _too_large(num_bytes, kind, there)
-    if kind == "shared":
-        # A page of shared memory that the file system cannot give ends the process by SIGBUS when it is touched.
-        there = shared_memory_bytes()
-        if there is not None and num_bytes > there:
-            raise _too_large(num_bytes, kind, there)
 
 
 def _too_large(num_bytes: int, kind: MemoryKind, there: int | None) -> StagingMemoryError:
     where = f"shared memory ({_SHARED_DIRECTORY})" if kind == "shared" else "memory"
     return StagingMemoryError(
-        f"a staging buffer does not fit into {where}",
+        f"the staging buffers do not fit into {where}",
         needed_bytes=num_bytes,
         available_bytes=there or 0,
         expected=f"{num_bytes:,} bytes",
         found="less" if there is None else f"{there:,} bytes free",
-        remedy="free memory, stage less state on this rank, or save without staging (dcp.save)"
+        remedy="free memory, stage less state on this rank, save without staging (dcp.save), or, where the ranks of a machine hold unequal"
+        " states, give each its budget_bytes: without it, each may take an equal share"
         + ("; a container's shared memory grows with --shm-size" if kind == "shared" else ""),
+    )
+
+
+def _refused(num_bytes: int, kind: MemoryKind, error: Exception) -> StagingMemoryError:
+    return StagingMemoryError(
+        "the system refuses memory for a staging buffer",
+        needed_bytes=num_bytes,
+        expected=f"{num_bytes:,} bytes of {kind} memory",
+        found=f"{type(error).__name__}: {error}",
+        remedy="look at the limits of this process (ulimit -a): descriptors, sizes of files, address space",
     )

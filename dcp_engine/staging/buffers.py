@@ -13,6 +13,8 @@ from dcp_engine.staging.arena import Arena
 
 __all__ = ["Buffer", "BufferInfo", "BufferPool", "BufferState"]
 
+_SLICE_SECS = 1.0
+
 
 class BufferState(Enum):
     """FREE -> FILLING (the caller copies) -> STAGED (waits for its writer) -> WRITING -> FREE. Any state may go back to FREE."""
@@ -41,13 +43,17 @@ class BufferInfo:
 
 
 class Buffer:
-    """One buffer. Its arena belongs to whoever holds it; the rest to the pool."""
+    """One buffer. Its arena belongs to whoever holds it; the rest to the pool.
+
+    ``turn`` counts its holders: what a former one still says about it is not heard.
+    """
 
     def __init__(self) -> None:
         self.arena: Arena | None = None
         self.state = BufferState.FREE
         self.owner = ""
         self.since = 0.0
+        self.turn = 0
 
 
 class BufferPool:
@@ -57,12 +63,13 @@ class BufferPool:
         num_buffers: how many there are.
         clock: seconds, monotonic.
 
-    Thread-safety: all methods may be called from any thread.
+    Thread-safety: all methods may be called from any thread, and :meth:`release` from destructors, too.
     """
 
     def __init__(self, num_buffers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buffers = [Buffer() for _ in range(num_buffers)]
+        # Its lock is reentrant: a destructor may release one buffer while this thread asks for another.
         self._changed = threading.Condition()
         self._closed = False
 
@@ -84,6 +91,7 @@ class BufferPool:
                 free = [buffer for buffer in self._buffers if buffer.state is BufferState.FREE]
                 if free:
                     buffer = max(free, key=lambda buffer: buffer.arena is not None)
+                    buffer.turn += 1
                     self._enter(buffer, BufferState.FILLING, owner)
                     return buffer, self._clock() - started
                 left_secs = wait_secs - (self._clock() - started)
@@ -95,23 +103,29 @@ class BufferPool:
                         remedy="save less often, or find out why writing does not end; with a writer that is not ShardWriter, or saves in"
                         " another process, call stager.track(...) on what async_save returned",
                     )
-                self._changed.wait(left_secs)
+                # In slices: a destructor that runs between the look above and this wait wakes nobody.
+                self._changed.wait(min(left_secs, _SLICE_SECS))
 
-    def enter(self, buffer: Buffer, state: BufferState) -> None:
-        """Move a held buffer on. A buffer that was given back meanwhile stays free."""
+    def enter(self, buffer: Buffer, turn: int, state: BufferState) -> None:
+        """Move a held buffer on. A buffer that was given back meanwhile stays as it is."""
         with self._changed:
-            if buffer.state is not BufferState.FREE:
+            if buffer.turn == turn and buffer.state is not BufferState.FREE:
                 self._enter(buffer, state, buffer.owner)
 
-    def release(self, buffer: Buffer) -> None:
-        """Give a buffer back. Idempotent."""
+    def release(self, buffer: Buffer, turn: int) -> None:
+        """Give a buffer back. Idempotent, whoever has it by then."""
         with self._changed:
-            if buffer.state is BufferState.FREE:
+            if buffer.turn != turn or buffer.state is BufferState.FREE:
                 return
             self._enter(buffer, BufferState.FREE, "")
             if self._closed:
                 _drop(buffer)
             self._changed.notify_all()
+
+    def held_bytes(self) -> int:
+        """Of the memory of all buffers, busy or not."""
+        with self._changed:
+            return sum(buffer.arena.num_bytes for buffer in self._buffers if buffer.arena is not None)
 
     def info(self) -> tuple[BufferInfo, ...]:
         """What each buffer is doing."""

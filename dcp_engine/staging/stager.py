@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +14,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcp_engine.errors import ClosedError, DcpEngineError, StagedDataChangedError, StagingMemoryError, UsageError
+from dcp_engine.errors import (
+    ClosedError,
+    DcpEngineError,
+    StagedDataChangedError,
+    StagingError,
+    StagingMemoryError,
+    StagingTimeoutError,
+    UsageError,
+)
+from dcp_engine.garbage import without_gc
 from dcp_engine.staged_memory import Lease, leases_of
-from dcp_engine.staging.arena import Arena, MemoryKind
+from dcp_engine.staging.arena import Arena, MemoryKind, require_room
 from dcp_engine.staging.buffers import Buffer, BufferInfo, BufferPool, BufferState
 from dcp_engine.staging.copy_cuda import CudaCopier, Transfer
 from dcp_engine.staging.copy_host import copy_runs
@@ -24,10 +34,12 @@ from dcp_engine.staging.failure import failed_state
 from dcp_engine.staging.layout import Extent, Slot, StagePlan, extent_of, plan_slots
 from dcp_engine.staging.options import staging_options
 from dcp_engine.staging.state import StagedTensor, find_tensors, leaves_of, rebuilt
+from dcp_engine.storage.options import local_ranks
 
 __all__ = ["DoubleBufferStager", "StagingReport"]
 
 _NUM_BUFFERS = 2
+_PATIENCE_SECS = 5.0
 _State = dict[str, Any]
 _Response = TypeVar("_Response")
 
@@ -66,6 +78,7 @@ class _Staging:
     """One state in one buffer. Holds no tensor: those that were handed out must be free to go."""
 
     buffer: Buffer
+    turn: int
     slots: tuple[Slot, ...]
     names: list[str]
     """Of the tensor that a slot holds, or of the first of them."""
@@ -157,14 +170,18 @@ class DoubleBufferStager(AsyncStager):
             if not self._in_stage.acquire(blocking=False):
                 raise UsageError("the stager is in use by another thread", remedy="stage from one thread, or use a stager for each")
             try:
+                self._last = None  # else track() would end an earlier state's lease together with this one's failure
                 return self._stage(state_dict)
             finally:
                 self._in_stage.release()
-        except DcpEngineError as error:
+        except Exception as error:
+            failure = error if isinstance(error, DcpEngineError) else _unexpected(error)
             if not (dist.is_available() and dist.is_initialized()):
-                raise
-            error.rank = dist.get_rank() if error.rank is None else error.rank
-            return failed_state(error)
+                if failure is error:
+                    raise
+                raise failure from error
+            failure.rank = dist.get_rank() if failure.rank is None else failure.rank
+            return failed_state(failure)
 
     def synchronize_staging(self) -> None:
         """Wait until the last staged state is complete and its source may be changed."""
@@ -215,9 +232,8 @@ class DoubleBufferStager(AsyncStager):
     def release(self, staged: object) -> None:
         """Give back the buffer that holds this staged state, or future of one. Nothing to do where a writer has done it already."""
         if isinstance(staged, Future):
-            if not staged.done() or staged.exception() is not None:
-                return  # its own end gives it back
-            staged = staged.result()
+            staged.add_done_callback(lambda done: None if done.exception() else self.release(done.result()))
+            return
         for lease in leases_of(leaves_of(staged)):
             lease.release()
 
@@ -232,14 +248,17 @@ class DoubleBufferStager(AsyncStager):
         started = time.monotonic()
         if self._closed:
             raise ClosedError("the stager is closed", remedy="make a new DoubleBufferStager")
-        tensors = find_tensors(state_dict)
-        replanned = self._replan(tensors)
+        with without_gc():
+            tensors = find_tensors(state_dict)
+            replanned = self._replan(tensors)
         self._count += 1
-        buffer, waited_secs = self._buffers.acquire(f"staged state {self._count}", self._options.wait_secs)
+        buffer, waited_secs = self._acquire(f"staged state {self._count}")
+        turn = buffer.turn
         try:
-            staging, staged_state = self._fill(buffer, tensors, state_dict)
+            with without_gc():
+                staging, staged_state = self._fill(buffer, tensors, state_dict)
         except BaseException:
-            self._buffers.release(buffer)
+            self._buffers.release(buffer, turn)
             raise
         self._last = staging
         content = None if staging.transfers or not staging.digests else hash(tuple(staging.digests))
@@ -254,6 +273,16 @@ class DoubleBufferStager(AsyncStager):
         # Two futures: one that this object kept would keep the staged state alive.
         self._copied = self._watcher.submit(self._await_transfers, staging, staged_state, staged)
         return staged
+
+    def _acquire(self, owner: str) -> tuple[Buffer, float]:
+        patience_secs = min(_PATIENCE_SECS, self._options.wait_secs)
+        try:
+            return self._buffers.acquire(owner, patience_secs)
+        except StagingTimeoutError:
+            # The traceback of a failed save may hold its staged state, and itself, in a cycle.
+            gc.collect()
+            buffer, waited_secs = self._buffers.acquire(owner, self._options.wait_secs - patience_secs)
+            return buffer, patience_secs + waited_secs
 
     def _replan(self, tensors: Sequence[StagedTensor]) -> bool:
         extents = [extent_of(tensor.local) for tensor in tensors]
@@ -270,23 +299,28 @@ class DoubleBufferStager(AsyncStager):
                 found=f"{self._options.budget_bytes:,}",
                 remedy="raise budget_bytes, or stage less state on this rank",
             )
+        held = self._buffers.held_bytes()
+        if needed > held:
+            # All of it now, though the second buffer is taken later: better refused at the first save than at some other one.
+            require_room(needed, held, self._options.memory, 1 if self._options.budget_bytes is not None else local_ranks())
         self._extents, self._plan = extents, plan
         return True
 
     def _fill(self, buffer: Buffer, tensors: Sequence[StagedTensor], state_dict: _State) -> tuple[_Staging, _State]:
         plan = self._plan
         arena = self._arena(buffer, plan.num_bytes)
+        turn = buffer.turn
         lease = Lease(
             arena.address,
             arena.num_bytes,
             owner=buffer.owner,
-            on_writing=lambda: self._buffers.enter(buffer, BufferState.WRITING),
-            on_release=lambda: self._buffers.release(buffer),
+            on_writing=lambda: self._buffers.enter(buffer, turn, BufferState.WRITING),
+            on_release=lambda: self._buffers.release(buffer, turn),
             check=lambda: self._check(staging),
         )
-        staging = _Staging(buffer, plan.slots, [tensors[slot.member].name for slot in plan.slots], lease, [], [])
+        staging = _Staging(buffer, turn, plan.slots, [tensors[slot.member].name for slot in plan.slots], lease, [], [])
         try:
-            flat = arena.open(lease.release)
+            flat = arena.open(lease.abandon)
             staging.transfers = self._cuda.start(plan, [tensor.local for tensor in tensors], flat)
             self._transfers += staging.transfers
             self._copy_host(plan, tensors, arena.address, flat)
@@ -329,7 +363,7 @@ class DoubleBufferStager(AsyncStager):
     def _staged(self, staging: _Staging) -> None:
         """The buffer holds its state."""
         staging.digests = self._slot_digests(staging)
-        self._buffers.enter(staging.buffer, BufferState.STAGED)
+        self._buffers.enter(staging.buffer, staging.turn, BufferState.STAGED)
 
     def _await_transfers(self, staging: _Staging, staged_state: _State, staged: Future[_State]) -> None:
         """In a thread of its own: when the copies from devices are through, the staged state is handed out."""
@@ -366,6 +400,14 @@ class DoubleBufferStager(AsyncStager):
 
 _MAX_SLACK = 2
 _MIN_BYTES = 4096
+
+
+def _unexpected(error: Exception) -> StagingError:
+    return StagingError(
+        "the state cannot be staged",
+        found=f"{type(error).__name__}: {error}",
+        remedy="look at its cause: a class in the state, or the device, has failed",
+    )
 
 
 def _views(plan: StagePlan, tensors: Sequence[StagedTensor], flat: torch.Tensor) -> dict[int, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -41,8 +42,10 @@ class StagedTensor:
         """The value's like around a copy of ``local``."""
         if isinstance(self.value, DTensor):
             return rewrapped(self.value, staged)
-        for field in _CHUNK_FIELDS if "global_shape" in vars(self.value) else ():
-            setattr(staged, field, getattr(self.value, field))
+        if hasattr(self.value, "global_shape"):
+            for field in _CHUNK_FIELDS:
+                if hasattr(self.value, field):  # an incomplete set is the planner's to refuse
+                    setattr(staged, field, copy.deepcopy(getattr(self.value, field)))
         return staged
 
 
@@ -80,14 +83,14 @@ def find_tensors(state_dict: Mapping[Any, Any]) -> list[StagedTensor]:
 def leaves_of(state: object) -> Iterator[object]:
     """What mappings, lists and tuples hold, at any depth."""
     stack = [state]
+    seen = set()  # a container may hold itself
     while stack:
         value = stack.pop()
-        if isinstance(value, Mapping):
-            stack += value.values()
-        elif isinstance(value, list | tuple):
-            stack += value
-        else:
+        if not isinstance(value, Mapping | list | tuple):
             yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            stack += value.values() if isinstance(value, Mapping) else value
 
 
 def _local(name: str, value: torch.Tensor) -> torch.Tensor | None:
@@ -107,9 +110,14 @@ def _local(name: str, value: torch.Tensor) -> torch.Tensor | None:
         if type(local) not in _PLAIN_TYPES or is_traceable_wrapper(local):
             describe(name, value)  # refuses what cannot be saved; what passes has plain memory of its own
             local = local.detach().as_subclass(torch.Tensor)
-    if local.layout is not torch.strided or local.is_quantized or local.is_nested or local.device.type == "meta":
+    if local.layout is not torch.strided or local.is_quantized or local.is_nested or local.device.type == "meta" or _is_freed(local):
         describe(name, value)
     return local if local.device.type in ("cpu", "cuda") else None
+
+
+def _is_freed(local: torch.Tensor) -> bool:
+    """Whether no memory is behind the elements, as after ``resize_(0)`` of the storage."""
+    return not local.data_ptr() and local.numel() > 0
 
 
 def rebuilt(state_dict: Mapping[Any, Any], staged: Mapping[int, Any]) -> dict[str, Any]:
@@ -124,6 +132,12 @@ def rebuilt(state_dict: Mapping[Any, Any], staged: Mapping[int, Any]) -> dict[st
     """
     try:
         return copy.deepcopy(dict(state_dict), dict(staged))
+    except RecursionError as error:
+        raise StagingError(
+            "the state is nested too deeply to be copied",
+            found=f"more levels than the recursion limit of {sys.getrecursionlimit():,} allows",
+            remedy="flatten it, or save without staging (dcp.save)",
+        ) from error
     except Exception as error:  # whatever a class of the user's raises when it is copied
         name, value = _first_uncopied(state_dict, staged)
         raise StagingError(
@@ -139,6 +153,8 @@ def _first_uncopied(state_dict: Mapping[Any, Any], staged: Mapping[int, Any]) ->
     name = ""
     here: Any = state_dict
     while True:
+        # One for all children: each is met for the first time, and a copy for each would take their number squared.
+        memo = dict(staged)
         children: Any = ()
         if isinstance(here, Mapping):
             children = here.items()
@@ -146,7 +162,7 @@ def _first_uncopied(state_dict: Mapping[Any, Any], staged: Mapping[int, Any]) ->
             children = enumerate(here)
         for key, child in children:
             try:
-                copy.deepcopy(child, dict(staged))
+                copy.deepcopy(child, memo)
             except Exception:  # noqa: BLE001  the one that is looked for, whatever it raises
                 name, here = f"{name}.{key}" if name else str(key), child
                 break

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import resource
 import threading
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +33,7 @@ from dcp_engine.errors import (
     UnsupportedTensorError,
     UsageError,
 )
-from dcp_engine.staging import BufferState, DoubleBufferStager
+from dcp_engine.staging import BufferState, DoubleBufferStager, arena
 from dcp_engine.staging.arena import available_bytes
 
 FREE = [BufferState.FREE, BufferState.FREE]
@@ -226,6 +229,51 @@ def test_a_report_says_what_was_done() -> None:
     assert stager.last_report.replanned is False
 
 
+def test_tracking_a_failed_staging_leaves_the_state_before_it_alone() -> None:
+    stager = DoubleBufferStager()
+    held = stager.stage({"w": torch.ones(3)})
+    with pytest.raises(UnsupportedTensorError):
+        stager.stage({"w": torch.empty(3, device="meta")})
+    failed: Future[None] = Future()
+    stager.track(failed)
+    failed.set_result(None)
+    assert states(stager) == [BufferState.STAGED, BufferState.FREE]
+    stager.release(held)
+    assert states(stager) == FREE
+
+
+def test_a_future_of_a_staged_state_gives_its_buffer_back_when_it_comes() -> None:
+    stager = DoubleBufferStager(memory="shared")
+    staged = stager.stage({"w": torch.ones(3)})
+    coming: Future[Any] = Future()
+    stager.release(coming)
+    assert states(stager) == [BufferState.STAGED, BufferState.FREE]
+    coming.set_result(staged)
+    assert states(stager) == FREE
+
+
+def test_a_state_that_holds_itself_is_given_back_like_any_other() -> None:
+    state: dict[str, Any] = {"w": torch.ones(3), "list": []}
+    state["list"] += [state["list"], state]
+    stager = DoubleBufferStager(memory="shared")
+    staged = stager.stage(state)
+    assert staged["list"][0] is staged["list"]
+    stager.release(staged)
+    assert states(stager) == FREE
+
+
+def test_a_forked_process_neither_holds_nor_frees_staged_memory() -> None:
+    stager = DoubleBufferStager()
+    staged = stager.stage({"w": torch.ones(3)})
+    child = os.fork()
+    if child == 0:
+        del staged
+        gc.collect()
+        os._exit(0 if states(stager)[0] is BufferState.STAGED else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert staged["w"].tolist() == [1, 1, 1]
+
+
 # -- what was written is what was staged --------------------------------------------------------------------------------------
 
 
@@ -302,14 +350,21 @@ def test_a_state_beyond_the_machines_memory_is_refused_before_anything_is_taken(
     assert states(stager) == FREE
 
 
+def freed() -> torch.Tensor:
+    tensor = torch.ones(300)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     "value",
     [
         torch.eye(3).to_sparse(),
         torch.empty(3, device="meta"),
         torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged),
+        freed(),
     ],
-    ids=["sparse", "meta", "nested"],
+    ids=["sparse", "meta", "nested", "freed"],
 )
 def test_tensors_that_cannot_be_saved_are_refused_by_name(value: torch.Tensor) -> None:
     with pytest.raises(UnsupportedTensorError) as caught:
@@ -323,6 +378,61 @@ def test_a_value_that_cannot_be_copied_is_refused_by_name() -> None:
         stager.stage({"fine": 1, "nested": [{"lock": threading.Lock()}]})
     assert caught.value.tensor == "nested.0.lock"
     assert states(stager) == FREE
+
+
+def test_a_state_that_is_nested_too_deeply_is_refused_at_once() -> None:
+    state: dict[str, Any] = {}
+    for _ in range(5000):
+        state = {"inner": state}
+    with pytest.raises(StagingError, match="nested too deeply"):
+        DoubleBufferStager().stage(state)
+
+
+class BrokenMapping(UserDict[str, Any]):
+    def items(self) -> Any:
+        raise OSError("the table is gone")
+
+
+def test_whatever_a_class_of_the_state_raises_is_a_typed_error() -> None:
+    with pytest.raises(StagingError, match="OSError: the table is gone"):
+        DoubleBufferStager().stage({"broken": BrokenMapping()})
+
+
+@pytest.mark.parametrize(("ranks_here", "fits"), [("1", True), ("4", False)])
+def test_both_buffers_of_all_ranks_of_the_machine_must_fit(monkeypatch: pytest.MonkeyPatch, ranks_here: str, fits: bool) -> None:
+    monkeypatch.setattr(arena, "available_bytes", lambda: 66 * 2**20)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+    stager = DoubleBufferStager()
+    state = {"w": torch.ones(2**17)}  # twice that is 1 MiB, of the 2 MiB beyond the reserve
+    if fits:
+        stager.stage(state)
+        return
+    with pytest.raises(StagingMemoryError) as caught:
+        stager.stage(state)
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (2**20, 2**19)
+    DoubleBufferStager(budget_bytes=2**20).stage(state)
+
+
+def test_shared_memory_that_would_hold_one_buffer_but_not_two_is_refused_at_the_first_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena.os, "statvfs", lambda _: SimpleNamespace(f_bavail=3 * 2**18, f_frsize=1))
+    with pytest.raises(StagingMemoryError, match=r"shared memory \(/dev/shm\)") as caught:
+        DoubleBufferStager(memory="shared").stage({"w": torch.ones(2**17)})
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (2**20, 3 * 2**18)
+
+
+@pytest.mark.parametrize(("limit", "size"), [("RLIMIT_FSIZE", 2**16), ("RLIMIT_NOFILE", 0)])
+def test_limits_of_the_process_are_a_typed_error(limit: str, size: int) -> None:
+    stager = DoubleBufferStager(memory="shared")
+    which = getattr(resource, limit)
+    before = resource.getrlimit(which)
+    resource.setrlimit(which, (size, before[1]))
+    try:
+        with pytest.raises(StagingMemoryError):
+            stager.stage({"w": torch.ones(2**17)})
+    finally:
+        resource.setrlimit(which, before)
+    assert states(stager) == FREE
+    stager.stage({"w": torch.ones(2**17)})
 
 
 def test_a_second_thread_is_refused_while_the_first_stages() -> None:
