@@ -36,7 +36,9 @@
     │   ├── StagingTimeoutError            both buffers were busy until the deadline
     │   └── StagedDataChangedError         what was about to be published is not what was staged
     ├── BackgroundSaveError                saving beside training failed outside the save itself
-    │   └── SaverDiedError                 the process that saves has died
+    │   ├── SaverDiedError                 the process that saves has died
+    │   ├── EarlierSaveFailedError         not saved: a rank raised the failure of an earlier save instead
+    │   └── SaveTimeoutError               the save is not done within the time that was given; it goes on
     └── CoordinationError                  ranks do not agree
         ├── RankDisagreementError          ranks see different checkpoints or file systems
         ├── PlanError                      the global plan does not cover the state exactly once
@@ -390,6 +392,18 @@ class SaverDiedError(BackgroundSaveError):
     """The process that saves for this rank, or for another one, has died."""
 
     kind = "saver_died"
+
+
+class EarlierSaveFailedError(BackgroundSaveError):
+    """A state was not saved, on any rank, because one of them raised the failure of an earlier save, which nobody had read, instead."""
+
+    kind = "earlier_save_failed"
+
+
+class SaveTimeoutError(BackgroundSaveError, TimeoutError):
+    """Waiting for a save took as long as was allowed. The save goes on."""
+
+    kind = "save_timeout"
 
 
 class CoordinationError(DcpEngineError):

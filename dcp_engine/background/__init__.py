@@ -1,7 +1,8 @@
 """Saving beside training.
 
 ``saver`` is what a training loop calls and ``handle`` what it gets; ``thread`` and ``process`` are where a save runs (``process_main`` is
-the other side of the latter), ``jobs`` what they are handed, ``failures`` what a failure becomes, ``priority`` how little they take.
+the other side of the latter, ``wire`` the way there), ``jobs`` what they are handed, ``failures`` what a failure becomes, ``priority`` how
+little they take.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -18,6 +19,7 @@ def one_error(error: BaseException, *, path: str | None, step: int | None) -> Dc
     else the lowest rank's. The original is its ``__cause__``.
     """
     if isinstance(error, DcpEngineError):
+        _forget_frames(error)
         return error
     if isinstance(error, CheckpointException):
         failures = sorted((rank, wrapped[0]) for rank, wrapped in error.failures.items())
@@ -38,4 +40,20 @@ def one_error(error: BaseException, *, path: str | None, step: int | None) -> Dc
             remedy="a rank may have died, or the process group was destroyed: look at the other ranks' logs; nothing was published here",
         )
     found.__cause__ = error
+    _forget_frames(found)
     return found
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Let go of what the frames of the tracebacks hold, which is the staged state: a handle that is kept would keep it."""
+    pending: list[BaseException | None] = [error]
+    seen = set()
+    while pending:
+        one = pending.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        pending += (one.__cause__, one.__context__)
+        if isinstance(one, CheckpointException):
+            pending += (wrapped[0] for wrapped in one.failures.values())

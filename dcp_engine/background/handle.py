@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_engine.errors import DcpEngineError
+from dcp_engine.errors import DcpEngineError, EarlierSaveFailedError, SaveTimeoutError
 
 __all__ = ["SaveHandle", "SaveTimings"]
 
@@ -80,18 +80,26 @@ class SaveHandle:
         """Wait until the checkpoint is durable.
 
         Raises:
-            TimeoutError: it is not within ``timeout_secs``; the save goes on.
+            SaveTimeoutError: it is not within ``timeout_secs``; the save goes on.
             DcpEngineError: the save failed, on this rank or another one; nothing was published.
         """
-        return self.durable.result(timeout_secs)
+        self._require_done(timeout_secs)
+        return self.durable.result()
 
     def exception(self, timeout_secs: float | None = None) -> BaseException | None:
-        """Wait for the end; the error of a failed save, else None."""
-        return self.durable.exception(timeout_secs)
+        """Wait for the end; the error of a failed save, else None. Raises as :meth:`result` where it does not come in time."""
+        self._require_done(timeout_secs)
+        return self.durable.exception()
 
     def wait_done(self, timeout_secs: float | None = None) -> bool:
         """Wait for the end without asking how it was; whether it came in time."""
         return bool(wait([self.durable], timeout_secs).done)
+
+    def _require_done(self, timeout_secs: float | None) -> None:
+        if not self.wait_done(timeout_secs):
+            raise SaveTimeoutError(
+                "the save is not done yet", path=self.path, step=self.step, expected=f"its end within {timeout_secs:g} s"
+            )
 
     def done(self) -> bool:
         """Whether the save has ended, well or badly."""
@@ -114,4 +122,5 @@ class SaveHandle:
             return None
         error = durable.exception()
         assert error is None or isinstance(error, DcpEngineError)
-        return error
+        # Of that one, the rank that raised it was told; to raise it here again would cost the next state, and so on in turn for ever.
+        return None if isinstance(error, EarlierSaveFailedError) else error

@@ -46,6 +46,9 @@ class SaveOutcome:
 class Executor(Protocol):
     """Where saves run. Called by one thread of the saver, which may wait for it."""
 
+    def begin(self) -> None:
+        """Called once, first, by the thread that will call the others."""
+
     def prepare(self, group: dist.ProcessGroup | None) -> None:
         """Be ready to save. All ranks call it alike, before each save."""
 
@@ -54,3 +57,6 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """End; idempotent."""
+
+    def kill(self) -> None:
+        """Break off what runs, as far as that can be done, from another thread."""

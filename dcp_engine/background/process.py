@@ -6,10 +6,11 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import wait
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch.distributed as dist
@@ -17,9 +18,11 @@ import torch.multiprocessing as multiprocessing
 
 from dcp_engine.background.jobs import SaveJob, SaveOutcome
 from dcp_engine.background.priority import Priority
-from dcp_engine.background.process_main import SILENT_SECS, Alive, ChildGroup, Done, Failed, Ready, Request, main
+from dcp_engine.background.process_main import END, SILENT_SECS, Alive, ChildGroup, Done, Failed, Ready, Up, main
+from dcp_engine.background.wire import Head, Request, packed
 from dcp_engine.errors import BackgroundSaveError, SaverDiedError
 from dcp_engine.planners import BalancedSavePlanner
+from dcp_engine.staging import DoubleBufferStager, SharedBuffer
 from dcp_engine.staging.failure import failed_state
 from dcp_engine.storage import ShardWriter
 
@@ -33,38 +36,54 @@ class ProcessExecutor:
     """Runs ``dcp.save`` in a process of this rank, which it starts at the first save and replaces when it has died.
 
     Before each save the ranks agree, by one small collective, whether all have a living process; else all start new ones, since a group
-    with a dead member is of no use to the others. Staged tensors in shared memory are not copied: the process maps the buffer once.
+    with a dead member is of no use to the others. Staged tensors in shared memory are not copied: the process maps each buffer once.
 
     Args:
+        stager: of the states that it gets.
         timeout_secs: of the processes' own collectives.
         priority: of the process.
     """
 
-    def __init__(self, *, timeout_secs: float, priority: Priority) -> None:
+    def __init__(self, stager: DoubleBufferStager, *, timeout_secs: float, priority: Priority) -> None:
+        self._stager = stager
         self._timeout_secs = timeout_secs
         self._priority = priority
         self._child: _Child | None = None
+
+    def begin(self) -> None:
+        """The thread that waits for the process keeps its priority: holding the interpreter's lock it must not be slow."""
 
     def prepare(self, group: dist.ProcessGroup | None) -> None:
         """Start the process, or processes of all ranks anew where one of them is gone.
 
         Raises:
-            SaverDiedError: it does not start.
+            SaverDiedError: one does not start; on all ranks.
         """
         alive = self._child is not None and self._child.is_alive()
         if group is None:
             if not alive:
                 self.close()
                 self._child = _Child(None, self._priority)
+                self._child.join(None)
             return
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, (alive, _new_address() if dist.get_rank(group) == 0 else None), group=group)
-        if all(one_alive for one_alive, _ in everyone):
+        if all(_from_all(alive, group)):
             return
         self.close()
-        host, port = everyone[0][1]
-        place = ChildGroup(dist.get_rank(group), dist.get_world_size(group), host, port, self._timeout_secs)
-        self._child = _Child(place, self._priority)
+        rank = dist.get_rank(group)
+        answer: SaverDiedError | tuple[str, int]
+        try:
+            self._child = _Child(rank, self._priority)
+            answer = _host(), self._child.port
+        except SaverDiedError as error:
+            answer = error
+        answers = _from_all(answer, group)
+        for failure in answers:
+            if isinstance(failure, SaverDiedError):
+                self.close()
+                raise failure
+        assert self._child is not None
+        host, port = answers[0]
+        self._child.join(ChildGroup(rank, dist.get_world_size(group), host, port, self._timeout_secs))
 
     def run(self, job: SaveJob, group: dist.ProcessGroup | None) -> SaveOutcome:
         """See :class:`dcp_engine.background.jobs.Executor`.
@@ -73,7 +92,8 @@ class ProcessExecutor:
             SaverDiedError: this rank's process died in this save.
         """
         assert self._child is not None, "prepare() comes first"
-        return self._child.save(job.state.result() if isinstance(job.state, Future) else job.state, job)
+        state = job.state.result() if isinstance(job.state, Future) else job.state
+        return self._child.save(state, job, self._stager)
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -81,70 +101,119 @@ class ProcessExecutor:
             self._child.end()
             self._child = None
 
+    def kill(self) -> None:
+        """End the process while another thread waits for it, which then gets an error."""
+        if self._child is not None:
+            self._child.kill()
 
-def _new_address() -> tuple[str, int]:
-    """Where the processes of all ranks meet: this host, by the name that the others know it by, and a port that is free now."""
-    host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else ""
-    host = host or socket.gethostname()
-    with contextlib.closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
-        probe.bind(("", 0))
-        return host, int(probe.getsockname()[1])
+
+def _from_all(value: object, group: dist.ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _host() -> str:
+    """This host, by the name that the others know it by."""
+    return (os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else "") or socket.gethostname()
 
 
 class _Child:
-    """One process, and what is known of it. Used by one thread."""
+    """One process, and what is known of it. Used by one thread, but for :meth:`kill`.
 
-    def __init__(self, place: ChildGroup | None, priority: Priority) -> None:
+    Attributes:
+        port: where it listens for those of the other ranks; 0 if they listen for it.
+    """
+
+    def __init__(self, rank: int | None, priority: Priority) -> None:
         context = multiprocessing.get_context("spawn")
-        self._rank = None if place is None else place.rank
+        self._rank = rank
         self._planner: Any = None
+        self._sent: set[int] = set()
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=main, args=(theirs, place, priority), name="dcp-engine-saver", daemon=True)
+        self._process = context.Process(target=main, args=(theirs, rank, priority), name="dcp-engine-saver", daemon=True)
         self._process.start()
         theirs.close()  # so that its death ends what is read here
-        answer = self._receive(_START_SECS, "starting")
-        if not isinstance(answer, Ready):
-            raise SaverDiedError(
-                "the process that saves did not start",
-                rank=self._rank,
-                found=repr(answer)[:300],
-                remedy='a script that starts processes needs `if __name__ == "__main__":` around what it does',
-            )
+        self.port = self._started(Up).port
+
+    def join(self, place: ChildGroup | None) -> None:
+        """Let it join its group.
+
+        Raises:
+            SaverDiedError: it cannot.
+        """
+        try:
+            self._connection.send(place)
+        except OSError:
+            raise self._died("starting") from None
+        self._started(Ready)
 
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
-    def save(self, state: dict[str, Any], job: SaveJob) -> SaveOutcome:
-        # The process keeps the planner, with its remembered plans, for as long as it stays the same one.
-        planner = None if job.planner is self._planner else job.planner
+    def save(self, state: dict[str, Any], job: SaveJob, stager: DoubleBufferStager) -> SaveOutcome:
+        buffers = stager.shared_buffers()
+        # The process keeps our planner, with its remembered plans, for as long as it stays the same one. Others may have changed.
+        planner = None if job.planner is self._planner and type(job.planner) is BalancedSavePlanner else job.planner
         try:
-            self._connection.send(Request(state, job.writer, planner))
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._died("before the save") from None
-        except Exception as error:  # noqa: BLE001  whatever cannot be pickled: the other ranks' processes must not be left waiting for this
-            failing = failed_state(_unsendable(error, state, self._rank))
-            target = getattr(job.writer, "checkpoint_id", None) or "unknown"
-            self._connection.send(Request(failing, ShardWriter(target), BalancedSavePlanner()))
-            self._planner = None
-        else:
+            body = packed(Request(state, job.writer, planner, stager.proof_of(state)), buffers)
             self._planner = job.planner
-        answer = self._receive(None, "saving")
+        except Exception as error:  # noqa: BLE001  whatever cannot be pickled: the other ranks' processes must not be left waiting for this
+            failing = failed_state(_unsendable(error, state, buffers, self._rank))
+            target = getattr(job.writer, "checkpoint_id", None) or "unknown"
+            body = packed(Request(failing, ShardWriter(target), BalancedSavePlanner(), None))
+            self._planner = None
+        numbers = {buffer.number for buffer in buffers}
+        head = Head(frozenset(numbers), {buffer.number: buffer.memory for buffer in buffers if buffer.number not in self._sent})
+        self._sent = numbers
+        answer = self._asked(packed(head), body)
         if isinstance(answer, Done):
             return SaveOutcome(answer.metadata, answer.phases)
         assert isinstance(answer, Failed)
         self._planner = None  # it may not have arrived
         raise answer.error
 
+    def kill(self) -> None:
+        with contextlib.suppress(ValueError):  # ended already
+            self._process.kill()
+
     def end(self) -> None:
         """Ask it to end, then make it."""
         with contextlib.suppress(OSError, ValueError):
-            self._connection.send(None)
+            self._connection.send_bytes(END)
         self._process.join(_END_SECS)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
         self._connection.close()
         self._process.close()
+
+    def _started(self, kind: type[Any]) -> Any:
+        answer = self._receive(_START_SECS, "starting")
+        if not isinstance(answer, kind):
+            self.end()
+            raise SaverDiedError(
+                "the process that saves did not start",
+                rank=self._rank,
+                found=repr(answer)[:300],
+                remedy='a script that starts processes needs `if __name__ == "__main__":` around what it does',
+            )
+        return answer
+
+    def _asked(self, head: bytes, body: bytes) -> Any:
+        """The answer to a request, which a thread of its own sends: a process that is stopped does not empty the pipe."""
+
+        def send() -> None:
+            with contextlib.suppress(OSError):  # it has died, which is seen below
+                self._connection.send_bytes(head)
+                self._connection.send_bytes(body)
+
+        sender = threading.Thread(target=send, name="dcp-engine-sender", daemon=True)
+        sender.start()
+        try:
+            return self._receive(None, "saving")
+        finally:
+            sender.join()
 
     def _receive(self, limit_secs: float | None, doing: str) -> Any:
         """The next answer. Signs of life in between only show that the process is not stopped."""
@@ -163,7 +232,8 @@ class _Child:
             elif ready:
                 raise self._died(doing)
             now = time.monotonic()
-            if now - heard > SILENT_SECS or (deadline is not None and now > deadline):
+            limit = SILENT_SECS if deadline is None else deadline - heard
+            if now - heard > limit:
                 self._process.kill()
                 raise self._died(doing, silent_secs=now - heard)
 
@@ -179,19 +249,19 @@ class _Child:
         )
 
 
-def _unsendable(error: Exception, state: dict[str, Any], rank: int | None) -> BackgroundSaveError:
+def _unsendable(error: Exception, state: dict[str, Any], buffers: Sequence[SharedBuffer], rank: int | None) -> BackgroundSaveError:
     return BackgroundSaveError(
         "a value, the writer or the planner cannot be sent to the process that saves",
         rank=rank,
-        tensor=next((key for key, value in state.items() if not _is_sendable(value)), None),
+        tensor=next((key for key, value in state.items() if not _is_sendable(value, buffers)), None),
         found=f"{type(error).__name__}: {error}",
         remedy='use executor="thread", or define its class at the top level of a module',
     )
 
 
-def _is_sendable(value: object) -> bool:
+def _is_sendable(value: object, buffers: Sequence[SharedBuffer]) -> bool:
     try:
-        ForkingPickler.dumps(value)
+        packed(value, buffers)
     except Exception:  # noqa: BLE001  whatever a class of the user's raises
         return False
     return True

@@ -1,37 +1,39 @@
-"""The process that saves for a rank: what runs in it, and what travels between it and the training process."""
+"""The process that saves for a rank: what runs in it, and what it answers."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import signal
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageWriter
-from torch.distributed.tensor import DTensor
 
 from dcp_engine.background.priority import Priority
+from dcp_engine.background.wire import Request, mapped_buffers, unpacked
 from dcp_engine.errors import BackgroundSaveError
 from dcp_engine.planners import BalancedSavePlanner
 from dcp_engine.staging.failure import failed_state
-from dcp_engine.staging.state import leaves_of
 from dcp_engine.storage import ShardWriter
 from dcp_engine.types import WritePhases
 
-__all__ = ["SILENT_SECS", "Alive", "ChildGroup", "Done", "Failed", "Ready", "Request", "main"]
+__all__ = ["END", "SILENT_SECS", "Alive", "ChildGroup", "Done", "Failed", "Ready", "Up", "main"]
 
-_BEAT_SECS = 2.0
+_BEAT_SECS = 1.0
+_JOIN_SECS = 60.0
 SILENT_SECS = 60.0
 """A process that has not been heard of for so long is stopped, or its machine is beyond help."""
+END = b""
+"""Instead of a request's head: end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,10 @@ class ChildGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """Save this. ``planner`` None: the one of the request before."""
+class Up:
+    """The process runs. ``port``: where it listens for the others, if it is the first rank's, else 0."""
 
-    state: dict[str, Any]
-    writer: StorageWriter
-    planner: SavePlanner | None
+    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A sign of life during a save."""
+    """A sign of life while there is something to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,52 +85,73 @@ class Failed:
     error: BaseException
 
 
-def main(connection: Connection, place: ChildGroup | None, priority: Priority) -> None:
-    """Serve until the other side hangs up."""
+def main(connection: Connection, rank: int | None, priority: Priority) -> None:
+    """Serve until the other side hangs up, says :data:`END`, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the training process decides
     priority.apply()
     answers = _Answers(connection)
     try:
+        store = _listen() if rank == 0 else None
+        answers.send(Up(0 if store is None else store.port))
+        place: ChildGroup | None = connection.recv()
         if place is not None:
-            _join(place)
+            _join(place, store)
         answers.send(Ready())
+    except (EOFError, ConnectionResetError):
+        return
     except BaseException as error:  # noqa: BLE001  the other side waits for an answer, whatever it is
         answers.send_failure(error)
         return
     with contextlib.suppress(EOFError, ConnectionResetError):
-        _serve(connection, answers, grouped=place is not None)
+        _serve(connection, answers)
     if place is not None:
         dist.destroy_process_group()
 
 
-def _join(place: ChildGroup) -> None:
+def _listen() -> dist.TCPStore:
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_JOIN_SECS))
+
+
+def _join(place: ChildGroup, store: dist.TCPStore | None) -> None:
+    if store is None:
+        store = dist.TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=_JOIN_SECS))
     timeout = timedelta(seconds=place.timeout_secs)
-    store = dist.TCPStore(place.host, place.port, place.world_size, is_master=place.rank == 0, timeout=timeout)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
 
 
-def _serve(connection: Connection, answers: _Answers, *, grouped: bool) -> None:
+def _serve(connection: Connection, answers: _Answers) -> None:
     planner: SavePlanner | None = None
-    mapped: dict[int, torch.Tensor] = {}
-    while (request := _received(connection)) is not None:
-        planner = request.planner or planner
-        try:
-            assert planner is not None, "the first request brings one"
-            _keep_mapped(mapped, request.state)
-            with answers.beating():
-                metadata = save(request.state, storage_writer=request.writer, planner=planner, no_dist=not grouped)
-            answer: Done | Failed = Done(metadata, getattr(request.writer, "phases", None))
-        except BaseException as error:  # noqa: BLE001  DCP's own is a BaseException
-            answers.send_failure(error)
-            continue
-        answers.send(answer)
+    while head := connection.recv_bytes():
+        with answers.beating():
+            request = _received(head, connection.recv_bytes())
+            planner = request.planner or planner
+            answer = _saved(request, planner)
+        del request  # else a buffer that was given up would stay mapped
+        if isinstance(answer, Failed):
+            answers.send_failure(answer.error)
+        else:
+            answers.send(answer)
+        del answer
 
 
-def _received(connection: Connection) -> Request | None:
-    """The next request. What cannot be read becomes one that fails: the other ranks are saving, and wait for this one."""
-    data = connection.recv_bytes()
+def _saved(request: Request, planner: SavePlanner | None) -> Done | Failed:
     try:
-        request: Request | None = ForkingPickler.loads(data)
+        assert planner is not None, "the first request brings one"
+        with contextlib.ExitStack() as stack:
+            if request.proof is not None:
+                stack.enter_context(request.proof.registered(mapped_buffers()[request.proof.buffer]))
+            metadata = save(request.state, storage_writer=request.writer, planner=planner, no_dist=not dist.is_initialized())
+        return Done(metadata, getattr(request.writer, "phases", None))
+    except BaseException as error:  # noqa: BLE001  DCP's own is a BaseException
+        return Failed(error)
+
+
+def _received(head: bytes, body: bytes) -> Request:
+    """The next request. What cannot be read becomes one that fails: the other ranks are saving, and wait for this one."""
+    try:
+        unpacked(head)
+        request = unpacked(body)
+        assert isinstance(request, Request)
     except Exception as error:  # noqa: BLE001  whatever a class, or its absence, raises
         failure = BackgroundSaveError(
             "what is to be saved cannot be read by the process that saves",
@@ -138,31 +159,20 @@ def _received(connection: Connection) -> Request | None:
             found=f"{type(error).__name__}: {error}",
             remedy='use executor="thread", or define classes where other processes can import them',
         )
-        return Request(failed_state(failure), ShardWriter("unknown"), BalancedSavePlanner())
+        return Request(failed_state(failure), ShardWriter("unknown"), BalancedSavePlanner(), None)
     return request
 
 
-def _keep_mapped(mapped: dict[int, torch.Tensor], state: dict[str, Any]) -> None:
-    """Hold one tensor of each staging buffer: while one lives, the buffer stays mapped, and the next save in it faults no page anew."""
-    for value in leaves_of(state):
-        if isinstance(value, DTensor):
-            with torch.no_grad():
-                value = value.to_local()
-        if isinstance(value, torch.Tensor) and value.is_shared():  # type: ignore[no-untyped-call]
-            storage = value.untyped_storage()
-            if storage.data_ptr() not in mapped:
-                if len(mapped) == 2:  # a buffer was replaced by a larger one
-                    mapped.clear()
-                mapped[storage.data_ptr()] = value
-            return
-
-
 class _Answers:
-    """The way back, which the save and the signs of life share."""
+    """The way back, which the save and the signs of life share, and an eye on the training process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self._busy = threading.Event()
+        parent = multiprocessing.parent_process()
+        self._parent = None if parent is None else parent.pid
+        threading.Thread(target=self._watch, name="dcp-engine-alive", daemon=True).start()
 
     def send(self, answer: object) -> None:
         with self._lock:
@@ -171,23 +181,26 @@ class _Answers:
     def send_failure(self, error: BaseException) -> None:
         try:
             self.send(Failed(error))
+        except OSError:
+            raise
         except Exception:  # noqa: BLE001  an exception of any class that cannot be sent: its text can
             self.send(Failed(BackgroundSaveError("the save failed", found=f"{type(error).__name__}: {error}")))
 
     @contextlib.contextmanager
-    def beating(self) -> Any:
+    def beating(self) -> Iterator[None]:
         """Signs of life while this is open."""
-        over = threading.Event()
-
-        def beat() -> None:
-            while not over.wait(_BEAT_SECS):
-                with contextlib.suppress(OSError):
-                    self.send(Alive())
-
-        thread = threading.Thread(target=beat, name="dcp-engine-alive", daemon=True)
-        thread.start()
+        self._busy.set()
         try:
             yield
         finally:
-            over.set()
-            thread.join()
+            self._busy.clear()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_BEAT_SECS)
+            # The end of the pipe tells too, but not while a save hangs, nor while a process forked from training holds the pipe open.
+            if self._parent is not None and os.getppid() != self._parent:
+                os._exit(1)
+            if self._busy.is_set():
+                with contextlib.suppress(OSError):
+                    self.send(Alive())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
+import os
 import threading
 import time
 import warnings
@@ -27,7 +29,15 @@ from dcp_engine.background.jobs import Executor, SaveJob, SaveOutcome
 from dcp_engine.background.priority import Priority
 from dcp_engine.background.process import ProcessExecutor
 from dcp_engine.background.thread import ThreadExecutor
-from dcp_engine.errors import BackgroundSaveError, ClosedError, DcpEngineError, InvalidOptionError
+from dcp_engine.errors import (
+    BackgroundSaveError,
+    ClosedError,
+    DcpEngineError,
+    EarlierSaveFailedError,
+    InvalidOptionError,
+    SaveTimeoutError,
+    StagingError,
+)
 from dcp_engine.planners import BalancedSavePlanner
 from dcp_engine.staging import DoubleBufferStager
 from dcp_engine.staging.failure import failed_state, failures_in
@@ -35,6 +45,7 @@ from dcp_engine.staging.failure import failed_state, failures_in
 __all__ = ["BackgroundSaver", "UnchangedStateWarning"]
 
 _LOG = logging.getLogger(__name__)
+_JOIN_SECS = 10.0
 
 
 class UnchangedStateWarning(UserWarning):
@@ -95,16 +106,18 @@ class BackgroundSaver:
         self._group = _own_group(process_group, timeout_secs)
         self._owns_stager = stager is None
         self.stager = stager or DoubleBufferStager(memory="shared" if executor == "process" else "auto")
+        priority = priority or Priority()
         self._executor: Executor = (
-            ThreadExecutor() if executor == "thread" else ProcessExecutor(timeout_secs=timeout_secs, priority=priority or Priority())
+            ThreadExecutor(priority) if executor == "thread" else ProcessExecutor(self.stager, timeout_secs=timeout_secs, priority=priority)
         )
-        self._priority = priority or Priority()
         self._exit_wait_secs = exit_wait_secs
         self._planner = BalancedSavePlanner()
         self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
         self._handles: list[SaveHandle] = []
         self._last_content: tuple[int | None, int] | None = None
         self._closed = False
+        self._given_up = False
+        self._process = os.getpid()
         # A daemon: a save that hangs must not keep the process from exiting. At exit it is waited for, with a deadline.
         self._thread = threading.Thread(target=self._serve, name="dcp-engine-saver", daemon=True)
         self._thread.start()
@@ -122,8 +135,9 @@ class BackgroundSaver:
             step: for the handle and for messages.
 
         Raises:
-            DcpEngineError: of an earlier save, if nobody has read it: this state is not saved then, on any rank. Or staging failed, and
-                there is no process group; with one, the handle has the error, on every rank.
+            DcpEngineError: of an earlier save, if nobody has read it: this state is not saved then, on any rank (a rank that had read it
+                learns that from its handle: ``EarlierSaveFailedError``). Or staging failed, and there is no process group; with one, the
+                handle has the error, on every rank.
             ClosedError: the saver is closed.
         """
         if self._closed:
@@ -132,15 +146,14 @@ class BackgroundSaver:
         started = time.monotonic()
         earlier = self._unread_failure()
         if earlier is not None:
-            # Other ranks may not have seen it yet and wait in this save: they must get an error, and not be left waiting.
-            self._enqueue(failed_state(earlier), writer, planner, handle, (0.0, 0.0, started))
-            handle.durable.exception()
+            # Other ranks may have read it, or not seen it yet, and save: they must get an error, and not be left waiting.
+            self._enqueue(failed_state(_refusal(earlier, step)), writer, planner, handle, (0.0, 0.0, started))
             raise earlier
-        state = self.stager.stage(_as_dict(state_dict))
-        self._warn_if_unchanged(step)
+        state = self._stage(state_dict)
         report = self.stager.last_report
         waited = 0.0 if report is None else report.waited_secs
         self._enqueue(state, writer, planner, handle, (waited, time.monotonic() - started - waited, started))
+        self._warn_if_unchanged(step)
         return handle
 
     def wait(self, timeout_secs: float | None = None) -> None:
@@ -148,17 +161,23 @@ class BackgroundSaver:
 
         Raises:
             DcpEngineError: the first that failed and whose failure nobody had read.
-            TimeoutError: they are not done in time.
+            SaveTimeoutError: they are not done in time; names the one that it was waiting for.
         """
         deadline = None if timeout_secs is None else time.monotonic() + timeout_secs
         for handle in list(self._handles):
-            handle.wait_done(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if not handle.wait_done(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                raise SaveTimeoutError(
+                    "a background save is not done yet", path=handle.path, step=handle.step, expected=f"its end within {timeout_secs:g} s"
+                )
         error = self._unread_failure()
         if error is not None:
             raise error
 
-    def close(self) -> None:
+    def close(self, timeout_secs: float | None = None) -> None:
         """Wait for every save, then end. Idempotent.
+
+        Args:
+            timeout_secs: longest wait; what is not done then is given up, and will not be published if that can be helped.
 
         Raises:
             DcpEngineError: as :meth:`wait`; closed all the same.
@@ -167,7 +186,7 @@ class BackgroundSaver:
             return
         self._closed = True
         try:
-            self.wait()
+            self.wait(timeout_secs)
         finally:
             self._end()
 
@@ -189,6 +208,21 @@ class BackgroundSaver:
         failures = [failure for handle in self._handles if (failure := handle.unread_failure()) is not None]
         self._handles = [handle for handle in self._handles if not handle.done()]
         return failures[0] if failures else None
+
+    def _stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+        key = None
+        try:
+            given = {}
+            # As dcp.async_save does it: ``Stateful`` values are asked for their state.
+            for key, value in state_dict.items():
+                given[key] = value.state_dict() if isinstance(value, Stateful) else value
+        except Exception as error:
+            failure = StagingError("an object in the state failed to tell its own", tensor=key, found=f"{type(error).__name__}: {error}")
+            if self._group is None:
+                raise failure from error
+            failure.rank = dist.get_rank() if dist.is_initialized() else None
+            return failed_state(failure)  # the other ranks save: they must get an error, and not be left waiting
+        return self.stager.stage(given)
 
     def _enqueue(
         self,
@@ -215,7 +249,7 @@ class BackgroundSaver:
             )
 
     def _serve(self) -> None:
-        self._priority.apply()
+        self._executor.begin()
         while (queued := self._queue.get()) is not None:
             self._save(queued)
             del queued  # else the staged tensors would live until the next save
@@ -223,6 +257,8 @@ class BackgroundSaver:
     def _save(self, queued: _Queued) -> None:
         handle = queued.handle
         try:
+            if self._given_up:
+                raise ClosedError("the saver was closed before this save began", path=handle.path, step=handle.step)
             self._executor.prepare(self._group)
             began = time.monotonic()
             outcome = self._executor.run(queued.job, self._group)
@@ -236,6 +272,8 @@ class BackgroundSaver:
 
     def _leave(self) -> None:
         """At the interpreter's exit: time for saves under way, and no more than that."""
+        if os.getpid() != self._process:
+            return  # forked from the process that saves, which has no part in its saves
         deadline = time.monotonic() + self._exit_wait_secs
         for handle in self._handles:
             if not handle.wait_done(max(0.0, deadline - time.monotonic())):
@@ -248,18 +286,28 @@ class BackgroundSaver:
     def _end(self) -> None:
         atexit.unregister(self._leave)
         self._queue.put(None)
-        self._thread.join(self._exit_wait_secs)
+        if not all(handle.done() for handle in self._handles):
+            self._given_up = True
+            self._executor.kill()
+        self._thread.join(_JOIN_SECS)
+        if self._thread.is_alive():
+            # It is in a collective, which ends by its timeout. What it uses must stay until then.
+            _LOG.error("a background save hangs and was left behind; it holds its staging buffer and its process group")
+            return
         self._executor.close()
         if self._owns_stager:
             self.stager.close()
         if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            with contextlib.suppress(ValueError):  # destroyed with the default group, of which there is a new one now
+                dist.destroy_process_group(self._group)
 
 
 def _own_group(ranks_of: dist.ProcessGroup | None, timeout_secs: float) -> dist.ProcessGroup | None:
     """A gloo group of the same ranks, made by these ranks alone; None without any."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
+    if ranks_of is not None and not isinstance(ranks_of, dist.ProcessGroup):  # what new_group gives those that are not in it
+        raise BackgroundSaveError("this rank is not in the process group that saves", rank=dist.get_rank())
     ranks = list(range(dist.get_world_size())) if ranks_of is None else dist.get_process_group_ranks(ranks_of)
     group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_secs), backend="gloo", use_local_synchronization=ranks_of is not None)
     if not isinstance(group, dist.ProcessGroup):
@@ -267,9 +315,14 @@ def _own_group(ranks_of: dist.ProcessGroup | None, timeout_secs: float) -> dist.
     return group
 
 
-def _as_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """As ``dcp.async_save`` does it: ``Stateful`` values are asked for their state."""
-    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+def _refusal(earlier: DcpEngineError, step: int | None) -> EarlierSaveFailedError:
+    return EarlierSaveFailedError(
+        "this state was not saved, on any rank: the failure of an earlier save, which nobody had read, was raised instead",
+        step=step,
+        rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else None,
+        found=str(earlier),
+        remedy="save again",
+    )
 
 
 def _resolve_staged(state: dict[str, Any] | Future[dict[str, Any]], handle: SaveHandle) -> None:

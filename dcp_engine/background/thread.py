@@ -8,12 +8,24 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dcp_engine.background.jobs import SaveJob, SaveOutcome
+from dcp_engine.background.priority import Priority
 
 __all__ = ["ThreadExecutor"]
 
 
 class ThreadExecutor:
-    """Runs ``dcp.save`` in the saver's own thread."""
+    """Runs ``dcp.save`` in the saver's own thread.
+
+    Args:
+        priority: of that thread, and of those that it starts.
+    """
+
+    def __init__(self, priority: Priority) -> None:
+        self._priority = priority
+
+    def begin(self) -> None:
+        """See :class:`dcp_engine.background.jobs.Executor`."""
+        self._priority.apply()
 
     def prepare(self, group: dist.ProcessGroup | None) -> None:
         """Nothing to prepare."""
@@ -26,3 +38,6 @@ class ThreadExecutor:
 
     def close(self) -> None:
         """Nothing of its own to end."""
+
+    def kill(self) -> None:
+        """A thread cannot be ended: its collectives end by their timeout."""

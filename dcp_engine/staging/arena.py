@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 import re
@@ -23,6 +24,7 @@ __all__ = ["Arena", "MemoryKind", "available_bytes", "require_room", "shared_mem
 
 MemoryKind = Literal["plain", "pinned", "shared"]
 
+_NUMBERS = itertools.count()
 _SHARED_DIRECTORY = "/dev/shm"
 _RESERVE_BYTES = 64 * 1024**2
 """Never taken: a machine that is filled to the last byte kills somebody."""
@@ -79,6 +81,7 @@ class Arena:
 
     Attributes:
         num_bytes, kind: as given.
+        number: of this arena, never given again in this process.
         memory: the run as bytes, shape ``(num_bytes,)``.
         address: of its first byte.
 
@@ -88,6 +91,7 @@ class Arena:
     def __init__(self, num_bytes: int, kind: MemoryKind) -> None:
         self.num_bytes = num_bytes
         self.kind = kind
+        self.number = next(_NUMBERS)
         require_room(num_bytes, 0, kind, 1)
         self._shared: torch.Tensor | None = None
         self._is_registered = False
@@ -106,6 +110,11 @@ class Arena:
         self.address = int(self.memory.ctypes.data)
         if kind == "pinned":
             self._register()
+
+    @property
+    def shared(self) -> torch.Tensor | None:
+        """All of it as other processes can map it; None for other kinds of memory."""
+        return self._shared
 
     def open(self, on_dead: Callable[[], None]) -> torch.Tensor:
         """The whole run as a fresh uint8 tensor of shape ``(num_bytes,)``.

@@ -122,10 +122,10 @@ class BufferPool:
                 _drop(buffer)
             self._changed.notify_all()
 
-    def held_bytes(self) -> int:
-        """Of the memory of all buffers, busy or not."""
+    def arenas(self) -> list[Arena]:
+        """The memory of all buffers that have some, busy or not."""
         with self._changed:
-            return sum(buffer.arena.num_bytes for buffer in self._buffers if buffer.arena is not None)
+            return [buffer.arena for buffer in self._buffers if buffer.arena is not None]
 
     def info(self) -> tuple[BufferInfo, ...]:
         """What each buffer is doing."""

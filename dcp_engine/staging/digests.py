@@ -9,30 +9,30 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from dcp_engine.staging.layout import Slot
+__all__ = ["Place", "Thoroughness", "place_digests"]
 
-__all__ = ["Thoroughness", "slot_digests"]
-
+Place = tuple[int, int]
+"""First byte in the buffer, number of bytes."""
 Thoroughness = Literal["off", "sample", "full"]
 
 _SAMPLE_BYTES = 1024
 
 
-def slot_digests(memory: NDArray[np.uint8], slots: Sequence[Slot], thoroughness: Thoroughness) -> list[int]:
-    """xxh3-64 of each slot: of all its bytes, or of its first, middle and last KiB.
+def place_digests(memory: NDArray[np.uint8], places: Sequence[Place], thoroughness: Thoroughness) -> list[int]:
+    """xxh3-64 of each place: of all its bytes, or of its first, middle and last KiB.
 
     Args:
         memory: the buffer, shape ``(num_bytes,)``.
-        slots: in it.
+        places: in it.
         thoroughness: ``"off"`` gives no digests.
     """
     if thoroughness == "off":
         return []
     view = memory.data
     digests = []
-    for slot in slots:
-        begin, end = slot.offset, slot.offset + slot.num_bytes
-        if thoroughness == "full" or slot.num_bytes <= 3 * _SAMPLE_BYTES:
+    for begin, num_bytes in places:
+        end = begin + num_bytes
+        if thoroughness == "full" or num_bytes <= 3 * _SAMPLE_BYTES:
             digests.append(_digest(view, begin, end))
         else:
             middle = (begin + end - _SAMPLE_BYTES) // 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from dcp_engine.errors import DcpEngineError
+from dcp_engine.errors import DcpEngineError, StagingError
 
-__all__ = ["STAGING_FAILED", "StagingFailure"]
+__all__ = ["STAGING_FAILED", "StagingFailure", "failed_state", "failures_in", "unexpected"]
 
 STAGING_FAILED = "staging failed"
 """Key of the only value in the state that a failed staging returns."""
@@ -46,3 +46,12 @@ def failures_in(state: dict[str, Any]) -> Iterator[DcpEngineError]:
     for value in state.values():
         if isinstance(value, StagingFailure):
             yield value.error
+
+
+def unexpected(error: Exception) -> StagingError:
+    """The typed error for whatever a class in the state, or a device, has raised."""
+    return StagingError(
+        "the state cannot be staged",
+        found=f"{type(error).__name__}: {error}",
+        remedy="look at its cause: a class in the state, or the device, has failed",
+    )

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from dcp_engine.errors import (
     ClosedError,
     DcpEngineError,
-    StagedDataChangedError,
-    StagingError,
     StagingMemoryError,
     StagingTimeoutError,
     UsageError,
@@ -29,11 +27,12 @@ from dcp_engine.staging.arena import Arena, MemoryKind, require_room
 from dcp_engine.staging.buffers import Buffer, BufferInfo, BufferPool, BufferState
 from dcp_engine.staging.copy_cuda import CudaCopier, Transfer
 from dcp_engine.staging.copy_host import copy_runs
-from dcp_engine.staging.digests import Thoroughness, slot_digests
-from dcp_engine.staging.failure import failed_state
-from dcp_engine.staging.layout import Extent, Slot, StagePlan, extent_of, plan_slots
+from dcp_engine.staging.digests import Thoroughness, place_digests
+from dcp_engine.staging.failure import failed_state, unexpected
+from dcp_engine.staging.layout import Extent, StagePlan, extent_of, plan_slots
 from dcp_engine.staging.options import staging_options
-from dcp_engine.staging.state import StagedTensor, find_tensors, leaves_of, rebuilt
+from dcp_engine.staging.proof import SharedBuffer, StagingProof
+from dcp_engine.staging.state import StagedTensor, find_tensors, leaves_of, rebuilt, views_in
 from dcp_engine.storage.options import local_ranks
 
 __all__ = ["DoubleBufferStager", "StagingReport"]
@@ -79,12 +78,9 @@ class _Staging:
 
     buffer: Buffer
     turn: int
-    slots: tuple[Slot, ...]
-    names: list[str]
-    """Of the tensor that a slot holds, or of the first of them."""
+    proof: StagingProof
     lease: Lease
     transfers: list[Transfer]
-    digests: list[int]
 
 
 class DoubleBufferStager(AsyncStager):
@@ -144,6 +140,7 @@ class DoubleBufferStager(AsyncStager):
         self._extents: list[Extent] = []
         self._plan = StagePlan((), (), 0)
         self._last: _Staging | None = None
+        self._stagings: dict[Buffer, _Staging] = {}
         self._copied: Future[None] | None = None
         self._transfers: list[Transfer] = []
         self._count = 0
@@ -175,7 +172,7 @@ class DoubleBufferStager(AsyncStager):
             finally:
                 self._in_stage.release()
         except Exception as error:
-            failure = error if isinstance(error, DcpEngineError) else _unexpected(error)
+            failure = error if isinstance(error, DcpEngineError) else unexpected(error)
             if not (dist.is_available() and dist.is_initialized()):
                 if failure is error:
                     raise
@@ -237,6 +234,19 @@ class DoubleBufferStager(AsyncStager):
         for lease in leases_of(leaves_of(staged)):
             lease.release()
 
+    def shared_buffers(self) -> list[SharedBuffer]:
+        """The buffers that lie in shared memory, for a process that writes staged states."""
+        return [SharedBuffer(arena.number, arena.shared) for arena in self._buffers.arenas() if arena.shared is not None]
+
+    def proof_of(self, staged: object) -> StagingProof | None:
+        """What a process that writes this staged state from shared memory has to find there; None if it does not lie there."""
+        leases = leases_of(leaves_of(staged))
+        for staging in self._stagings.values():
+            arena = staging.buffer.arena
+            if staging.lease in leases and arena is not None and arena.shared is not None:
+                return staging.proof
+        return None
+
     @property
     def buffers(self) -> tuple[BufferInfo, ...]:
         """What each buffer is doing."""
@@ -261,7 +271,8 @@ class DoubleBufferStager(AsyncStager):
             self._buffers.release(buffer, turn)
             raise
         self._last = staging
-        content = None if staging.transfers or not staging.digests else hash(tuple(staging.digests))
+        content = None if staging.transfers or not staging.proof.digests else hash(staging.proof.digests)
+        self._stagings[buffer] = staging
         self.last_report = StagingReport(
             waited_secs, time.monotonic() - started, self._plan.num_bytes, len(tensors), len(self._plan.slots), replanned, content
         )
@@ -299,7 +310,7 @@ class DoubleBufferStager(AsyncStager):
                 found=f"{self._options.budget_bytes:,}",
                 remedy="raise budget_bytes, or stage less state on this rank",
             )
-        held = self._buffers.held_bytes()
+        held = sum(arena.num_bytes for arena in self._buffers.arenas())
         if needed > held:
             # All of it now, though the second buffer is taken later: better refused at the first save than at some other one.
             require_room(needed, held, self._options.memory, 1 if self._options.budget_bytes is not None else local_ranks())
@@ -316,15 +327,17 @@ class DoubleBufferStager(AsyncStager):
             owner=buffer.owner,
             on_writing=lambda: self._buffers.enter(buffer, turn, BufferState.WRITING),
             on_release=lambda: self._buffers.release(buffer, turn),
-            check=lambda: self._check(staging),
+            check=lambda: staging.proof.check(arena.memory),
         )
-        staging = _Staging(buffer, turn, plan.slots, [tensors[slot.member].name for slot in plan.slots], lease, [], [])
+        names = tuple(tensors[slot.member].name for slot in plan.slots)
+        places = tuple((slot.offset, slot.num_bytes) for slot in plan.slots)
+        staging = _Staging(buffer, turn, StagingProof(arena.number, places, names, (), self._options.verify_staging), lease, [])
         try:
             flat = arena.open(lease.abandon)
             staging.transfers = self._cuda.start(plan, [tensor.local for tensor in tensors], flat)
             self._transfers += staging.transfers
             self._copy_host(plan, tensors, arena.address, flat)
-            staged_state = rebuilt(state_dict, _views(plan, tensors, flat))
+            staged_state = rebuilt(state_dict, views_in(flat, plan, tensors))
             if not staging.transfers:
                 self._staged(staging)
         except BaseException:
@@ -362,7 +375,10 @@ class DoubleBufferStager(AsyncStager):
 
     def _staged(self, staging: _Staging) -> None:
         """The buffer holds its state."""
-        staging.digests = self._slot_digests(staging)
+        arena = staging.buffer.arena
+        assert arena is not None, "a buffer that is held has its memory"
+        digests = place_digests(arena.memory, staging.proof.places, staging.proof.thoroughness)
+        staging.proof = replace(staging.proof, digests=tuple(digests))
         self._buffers.enter(staging.buffer, staging.turn, BufferState.STAGED)
 
     def _await_transfers(self, staging: _Staging, staged_state: _State, staged: Future[_State]) -> None:
@@ -380,44 +396,6 @@ class DoubleBufferStager(AsyncStager):
             staging.transfers = []
         staged.set_result(staged_state)
 
-    def _slot_digests(self, staging: _Staging) -> list[int]:
-        arena = staging.buffer.arena
-        assert arena is not None, "a buffer that is held has its memory"
-        return slot_digests(arena.memory, staging.slots, self._options.verify_staging)
-
-    def _check(self, staging: _Staging) -> None:
-        found = self._slot_digests(staging)
-        for name, before, after in zip(staging.names, staging.digests, found, strict=True):
-            if before != after:
-                raise StagedDataChangedError(
-                    "a staged tensor has changed while it was written",
-                    tensor=name,
-                    expected=f"digest {before:016x}",
-                    found=f"digest {after:016x}",
-                    remedy="find who writes to the staged state: no planner or hook may; nothing was published",
-                )
-
 
 _MAX_SLACK = 2
 _MIN_BYTES = 4096
-
-
-def _unexpected(error: Exception) -> StagingError:
-    return StagingError(
-        "the state cannot be staged",
-        found=f"{type(error).__name__}: {error}",
-        remedy="look at its cause: a class in the state, or the device, has failed",
-    )
-
-
-def _views(plan: StagePlan, tensors: Sequence[StagedTensor], flat: torch.Tensor) -> dict[int, Any]:
-    """Id of a tensor of the state -> its staged like."""
-    of_dtype: dict[torch.dtype, torch.Tensor] = {}
-    staged = {}
-    for tensor, view in zip(tensors, plan.views, strict=True):
-        dtype = tensor.local.dtype
-        whole = of_dtype.get(dtype)
-        if whole is None:
-            whole = of_dtype[dtype] = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        staged[id(tensor.value)] = tensor.around(whole.as_strided(tensor.local.shape, view.stride, view.offset // dtype.itemsize))
-    return staged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from dcp_engine.compat import is_traceable_wrapper, rewrapped, wait_for_collective
 from dcp_engine.errors import StagingError
 from dcp_engine.planners.local_shards import describe, speaks_duck_protocol
+from dcp_engine.staging.layout import StagePlan
 
-__all__ = ["StagedTensor", "find_tensors", "leaves_of", "rebuilt"]
+__all__ = ["StagedTensor", "find_tensors", "leaves_of", "rebuilt", "views_in"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -118,6 +119,19 @@ def _local(name: str, value: torch.Tensor) -> torch.Tensor | None:
 def _is_freed(local: torch.Tensor) -> bool:
     """Whether no memory is behind the elements, as after ``resize_(0)`` of the storage."""
     return not local.data_ptr() and local.numel() > 0
+
+
+def views_in(flat: torch.Tensor, plan: StagePlan, tensors: Sequence[StagedTensor]) -> dict[int, Any]:
+    """Id of a tensor of the state -> its staged like."""
+    of_dtype: dict[torch.dtype, torch.Tensor] = {}
+    staged = {}
+    for tensor, view in zip(tensors, plan.views, strict=True):
+        dtype = tensor.local.dtype
+        whole = of_dtype.get(dtype)
+        if whole is None:
+            whole = of_dtype[dtype] = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        staged[id(tensor.value)] = tensor.around(whole.as_strided(tensor.local.shape, view.stride, view.offset // dtype.itemsize))
+    return staged
 
 
 def rebuilt(state_dict: Mapping[Any, Any], staged: Mapping[int, Any]) -> dict[str, Any]:

@@ -52,6 +52,8 @@ KINDS = {
     "StagedDataChangedError": "staged_data_changed",
     "BackgroundSaveError": "background_save",
     "SaverDiedError": "saver_died",
+    "EarlierSaveFailedError": "earlier_save_failed",
+    "SaveTimeoutError": "save_timeout",
 }
 BUILTIN_BASES = {
     "UsageError": ValueError,

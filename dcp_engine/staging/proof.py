@@ -1,0 +1,88 @@
+"""Proof that what was written is what was staged: it goes wherever the buffer is written from, another process included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dcp_engine.errors import StagedDataChangedError
+from dcp_engine.staged_memory import Lease
+from dcp_engine.staging.digests import Place, Thoroughness, place_digests
+
+__all__ = ["SharedBuffer", "StagingProof"]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBuffer:
+    """A buffer that other processes can map.
+
+    Attributes:
+        number: of the buffer, never given again in this process.
+        memory: all of it, uint8 of shape ``(num_bytes,)``.
+    """
+
+    number: int
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StagingProof:
+    """What a buffer held when it was filled.
+
+    Attributes:
+        buffer: its number.
+        places: runs of the buffer.
+        names: of the tensor that lies there, or of the first of them, one for each place.
+        digests: one for each place; none with ``thoroughness="off"``.
+        thoroughness: how the digests were taken.
+    """
+
+    buffer: int
+    places: tuple[Place, ...]
+    names: tuple[str, ...]
+    digests: tuple[int, ...]
+    thoroughness: Thoroughness
+
+    def check(self, memory: NDArray[np.uint8]) -> None:
+        """Hold the buffer against it.
+
+        Raises:
+            StagedDataChangedError: naming the first tensor that is not what was staged.
+        """
+        if not self.digests:
+            return
+        found = place_digests(memory, self.places, self.thoroughness)
+        for name, before, after in zip(self.names, self.digests, found, strict=True):
+            if before != after:
+                raise StagedDataChangedError(
+                    "a staged tensor has changed while it was written",
+                    tensor=name,
+                    expected=f"digest {before:016x}",
+                    found=f"digest {after:016x}",
+                    remedy="find who writes to the staged state: no planner or hook may; nothing was published",
+                )
+
+    @contextmanager
+    def registered(self, memory: torch.Tensor) -> Iterator[None]:
+        """While this is open, a writer that writes from ``memory``, which another process has staged into, checks it at its end."""
+        lease = Lease(
+            memory.data_ptr(),
+            memory.numel(),
+            owner="another process",
+            on_writing=_nothing,
+            on_release=_nothing,
+            check=lambda: self.check(memory.numpy()),
+        )
+        try:
+            yield
+        finally:
+            lease.release()
+
+
+def _nothing() -> None:
+    """The buffer's states are kept by the process that owns it."""
