@@ -51,6 +51,7 @@ cross ranks by pickle with all their attributes.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 
@@ -117,6 +118,17 @@ class DcpEngineError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # BaseException's own reduce passes ``args`` only, which loses every keyword.
         return (_rebuild, (type(self), self.message), dict(self.__dict__))
+
+
+def can_travel(error: BaseException) -> bool:
+    """Whether an exception of any class can be sent to another process and made there again."""
+    if "<locals>" in type(error).__qualname__:
+        return False
+    try:
+        copy.deepcopy(error)  # takes the same way, but for the bytes
+    except Exception:  # noqa: BLE001  whatever a class of the user's raises
+        return False
+    return True
 
 
 def _rebuild(cls: type[DcpEngineError], message: str) -> DcpEngineError:

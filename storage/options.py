@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from typing import Final
@@ -10,6 +11,7 @@ from dcp_engine.errors import InvalidOptionError, UnsupportedModeError
 from dcp_engine.storage.codecs import CHOICES
 from dcp_engine.storage.limits import BLOCK_BYTES
 from dcp_engine.storage.records import PipelineOptions
+from dcp_engine.storage.throttle import MIN_BYTES_PER_SEC
 
 __all__ = ["DEFAULT_BYTES_IN_FLIGHT", "LEVELS", "default_threads", "local_ranks", "pipeline_options"]
 
@@ -39,6 +41,7 @@ def pipeline_options(
     level: int = 1,
     verify: bool = True,
     size_target: float | None = None,
+    max_bytes_per_sec: float | None = None,
 ) -> PipelineOptions:
     """Validated options.
 
@@ -49,6 +52,7 @@ def pipeline_options(
         level: zstd level, 1 to 22.
         verify: check block digests on read.
         size_target: share of the raw bytes, from 0 to 1, that "auto" compresses for even where that takes longer.
+        max_bytes_per_sec: cap on writing, at least :data:`dcp_engine.storage.throttle.MIN_BYTES_PER_SEC`.
 
     Raises:
         InvalidOptionError: naming the option, what it was and what is valid.
@@ -84,6 +88,26 @@ def pipeline_options(
                 expected='size_target with codec="auto"',
                 found=f"codec={codec!r}",
             )
+    _check_cap(max_bytes_per_sec)
     return PipelineOptions(
-        threads=threads, bytes_in_flight=bytes_in_flight, codec=codec, level=level, verify=verify, size_target=size_target
+        threads=threads,
+        bytes_in_flight=bytes_in_flight,
+        codec=codec,
+        level=level,
+        verify=verify,
+        size_target=size_target,
+        max_bytes_per_sec=max_bytes_per_sec,
     )
+
+
+def _check_cap(max_bytes_per_sec: float | None) -> None:
+    if max_bytes_per_sec is not None and (
+        isinstance(max_bytes_per_sec, bool)
+        or not isinstance(max_bytes_per_sec, (int, float))
+        or not MIN_BYTES_PER_SEC <= max_bytes_per_sec < math.inf
+    ):
+        raise InvalidOptionError(
+            "max_bytes_per_sec is out of range",
+            expected=f"None or a number of at least {MIN_BYTES_PER_SEC:,} (64 KiB/s)",
+            found=repr(max_bytes_per_sec),
+        )

@@ -89,6 +89,7 @@ class PipelineOptions:
         verify: check block digests (reading only). Sizes, structure and padding are always checked.
         size_target: share of their raw bytes that a rank's files may have before "auto" compresses whatever it takes; ``None``: no matter
             (writing only).
+        max_bytes_per_sec: cap on what the rank writes, all its files and threads together; ``None``: none (writing only).
     """
 
     threads: int
@@ -97,6 +98,7 @@ class PipelineOptions:
     level: int
     verify: bool
     size_target: float | None = None
+    max_bytes_per_sec: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

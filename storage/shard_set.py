@@ -12,6 +12,7 @@ from dcp_engine.storage.backends import Directory, WriteFile
 from dcp_engine.storage.limits import BLOCK_BYTES
 from dcp_engine.storage.records import PipelineOptions, ShardReceipt, Source
 from dcp_engine.storage.shard_write import ShardSpec
+from dcp_engine.storage.throttle import capped
 from dcp_engine.storage.workers import WorkerPool
 from dcp_engine.storage.write_pipeline import write_files
 
@@ -94,8 +95,9 @@ def write_shards(
     # none: a file that is not committed would stay open.
     with WorkerPool(min(_SYNCING_THREADS, len(specs))) as syncing, WorkerPool(options.threads) as pool:
         commits: list[Future[None]] = []
+        create = capped(directory.create, options.max_bytes_per_sec)
         receipts = write_files(
-            specs, directory.create, options, pool=pool, written=lambda file: commits.append(syncing.submit(partial(_commit, file)))
+            specs, create, options, pool=pool, written=lambda file: commits.append(syncing.submit(partial(_commit, file)))
         )
         for future in commits:
             future.result()

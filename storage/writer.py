@@ -28,8 +28,10 @@ from dcp_engine.errors import (
     InvalidOptionError,
     PlanError,
     RankDisagreementError,
+    RankFailedError,
     UnsupportedModeError,
     UsageError,
+    can_travel,
 )
 from dcp_engine.objects import decode_object, encode_object
 from dcp_engine.storage import dcp_records, planner_values
@@ -91,6 +93,8 @@ class ShardWriter(StorageWriter):
         threads: worker threads of this rank; ``None``: the CPUs it may use, shared among torchrun's local ranks, at most 8.
         bytes_in_flight: bytes that the pipeline may hold beyond the state itself; at least 4 MiB. A chunk that is not contiguous CPU memory
             is copied whole, so one larger than half of the bound exceeds it.
+        max_bytes_per_sec: cap on what this rank writes to its files, all of them together, so that a save in the background leaves the
+            storage to others; at least 64 KiB/s. With a URL it holds for the spool, before the upload. ``None``: no cap.
         overwrite: replace a checkpoint that is already at ``path`` (kept until the new one is published).
         step: training step; ``None``: taken from a name of the form ``step-00000100``, else unknown.
         run_id: name of the training run; ``None``: unknown.
@@ -118,6 +122,7 @@ class ShardWriter(StorageWriter):
         size_target: float | None = None,
         threads: int | None = None,
         bytes_in_flight: int = DEFAULT_BYTES_IN_FLIGHT,
+        max_bytes_per_sec: float | None = None,
         overwrite: bool = False,
         step: int | None = None,
         run_id: str | None = None,
@@ -128,7 +133,12 @@ class ShardWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self._options = pipeline_options(
-            threads=threads, bytes_in_flight=bytes_in_flight, codec=codec, level=level, size_target=size_target
+            threads=threads,
+            bytes_in_flight=bytes_in_flight,
+            codec=codec,
+            level=level,
+            size_target=size_target,
+            max_bytes_per_sec=max_bytes_per_sec,
         )
         self._components = ComponentMap(components)
         if not isinstance(overwrite, bool):
@@ -251,6 +261,14 @@ class ShardWriter(StorageWriter):
             error.rank = ticket.rank if error.rank is None else error.rank
             self._add_place(error)
             raise
+        except Exception as error:
+            if can_travel(error):
+                raise
+            # DCP would fail to send it to the other ranks, and they would wait for it until the group's timeout.
+            found = f"{type(error).__name__}: {error}"
+            failure = RankFailedError("a rank failed to write", rank=ticket.rank, found=found)
+            self._add_place(failure)
+            raise failure from error
         self.phases = WritePhases(
             plan_secs=may_write - self._began,
             write_secs=time.monotonic() - may_write,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_engine.background.jobs import SaveJob, SaveOutcome
 from dcp_engine.background.priority import Priority
@@ -59,7 +60,7 @@ class ProcessExecutor:
         Raises:
             SaverDiedError: one does not start; on all ranks.
         """
-        alive = self._child is not None and self._child.is_alive()
+        alive = self._child is not None and self._child.is_usable()
         if group is None:
             if not alive:
                 self.close()
@@ -129,6 +130,7 @@ class _Child:
         context = multiprocessing.get_context("spawn")
         self._rank = rank
         self._planner: Any = None
+        self._is_broken = False
         self._sent: set[int] = set()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=main, args=(theirs, rank, priority), name="dcp-engine-saver", daemon=True)
@@ -148,8 +150,9 @@ class _Child:
             raise self._died("starting") from None
         self._started(Ready)
 
-    def is_alive(self) -> bool:
-        return self._process.is_alive()
+    def is_usable(self) -> bool:
+        """Whether it lives, and its group has not been left in the middle of a collective."""
+        return self._process.is_alive() and not self._is_broken
 
     def save(self, state: dict[str, Any], job: SaveJob, stager: DoubleBufferStager) -> SaveOutcome:
         buffers = stager.shared_buffers()
@@ -164,13 +167,16 @@ class _Child:
             body = packed(Request(failing, ShardWriter(target), BalancedSavePlanner(), None))
             self._planner = None
         numbers = {buffer.number for buffer in buffers}
-        head = Head(frozenset(numbers), {buffer.number: buffer.memory for buffer in buffers if buffer.number not in self._sent})
+        new = {buffer.number: buffer.memory.untyped_storage() for buffer in buffers if buffer.number not in self._sent}
+        head = Head(frozenset(numbers), new)
         self._sent = numbers
         answer = self._asked(packed(head), body)
         if isinstance(answer, Done):
             return SaveOutcome(answer.metadata, answer.phases)
         assert isinstance(answer, Failed)
         self._planner = None  # it may not have arrived
+        # DCP's own error has been on all ranks. Any other one has broken the save off, who knows where.
+        self._is_broken = not isinstance(answer.error, CheckpointException)
         raise answer.error
 
     def kill(self) -> None:

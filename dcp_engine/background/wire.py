@@ -30,7 +30,7 @@ class Head:
     """
 
     live: frozenset[int]
-    new: dict[int, torch.Tensor]
+    new: dict[int, torch.UntypedStorage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +44,33 @@ class Request:
 
 
 class _Pickler(ForkingPickler):
-    """torch would send each tensor as a storage of its own, by a descriptor, and without the attributes that make it a shard."""
+    """torch would move the memory of each tensor that it sends into shared memory, while others use it (a device mesh's ranks, say, which
+    ended in a crash), send each by a descriptor of its own, and lose the attributes that make it a shard.
+    """
 
     def __init__(self, file: io.BytesIO, buffers: Sequence[SharedBuffer]) -> None:
         super().__init__(file)
         self._runs = [(buffer.memory.data_ptr(), buffer.memory.numel(), buffer.number) for buffer in buffers]
 
     def reducer_override(self, value: object) -> Any:
-        if type(value) is not torch.Tensor or not value.is_cpu or value.layout is not torch.strided:
+        if type(value) is torch.nn.Parameter and value.is_cpu:
+            return torch.nn.Parameter, (value.detach(), value.requires_grad)
+        if type(value) is not torch.Tensor or not value.is_cpu or value.layout is not torch.strided or value.is_quantized:
             return NotImplemented
         if not value.numel():
-            return _empty, (tuple(value.shape), value.dtype, vars(value))
+            return _of_bytes, (b"", tuple(value.shape), value.dtype, vars(value))
         address = value.data_ptr()
         for start, num_bytes, number in self._runs:
             if start <= address < start + num_bytes:
                 return _view, (number, address - start, tuple(value.shape), value.stride(), value.dtype, vars(value))
-        return NotImplemented
+        # Not in a buffer, for it is no tensor of the state's own: one inside of an object, which is likely small.
+        plain = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        return _of_bytes, (plain.numpy().tobytes(), tuple(value.shape), value.dtype, vars(value))
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, attributes: dict[str, Any]) -> torch.Tensor:
-    return _with(torch.empty(shape, dtype=dtype), attributes)
+def _of_bytes(data: bytes, shape: tuple[int, ...], dtype: torch.dtype, attributes: dict[str, Any]) -> torch.Tensor:
+    tensor = torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    return _with(tensor, attributes)
 
 
 def _view(
@@ -106,7 +113,8 @@ def unpacked(data: bytes) -> Any:
         for number in [*_MAPPED]:
             if number not in value.live:
                 del _MAPPED[number]
-        _MAPPED.update(value.new)
+        for number, storage in value.new.items():
+            _MAPPED[number] = torch.empty(0, dtype=torch.uint8).set_(storage)
     return value
 
 

@@ -153,12 +153,13 @@ def kill_saving_processes(root: str) -> list[str]:
         submit(saver, root, 2).result(90)
         error = submit(saver, root, 3, planner=FailingPlanner("die")).exception(60)
         seen.append(f"{type(error).__name__} {error.found}" if dist.get_rank() == 1 else type(error).__name__)
+        child = saver._executor._child  # type: ignore[attr-defined]
         handle = submit(saver, root, 4, planner=SlowPlanner())
         if dist.get_rank() == 1:
-            time.sleep(8.0)  # new processes start first
-            handle_state = handle.done()
-            assert not handle_state
-            os.kill(saver._executor._child._process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+            dead = child
+            while (child := saver._executor._child) is dead or child is None or not child._sent:  # type: ignore[attr-defined]
+                time.sleep(0.1)  # new processes start first
+            os.kill(child._process.pid, signal.SIGSTOP)
         seen.append(type(handle.exception(60)).__name__)
         submit(saver, root, 5).result(90)
     check_saved(f"{root}/step-00000005", 5)
@@ -222,7 +223,7 @@ def save_all_kinds(root: str, executor: str) -> None:
     }
     with BackgroundSaver(executor=executor) as saver:
         for step in (1, 2):
-            saver.submit(state, writer=ShardWriter(f"{root}/step-{step:08d}"), step=step).result(90)
+            saver.submit(state, writer=ShardWriter(f"{root}/step-{step:08d}")).result(90)
     target = {key: torch.zeros(shape) for key, shape in (("dtensor", (4, 3)), ("sub", (4,)), ("part", (4, 3)), ("column", (4,)))}
     target["empty"], target["base"] = torch.zeros(0, 3), torch.zeros(4, 3)
     dcp.load(target, storage_reader=ShardReader(f"{root}/step-00000002"), planner=ReshardLoadPlanner())
