@@ -54,6 +54,11 @@ class Lease:
         with _LOCK:
             _LEASES[id(self)] = self
 
+    @property
+    def is_released(self) -> bool:
+        """Whether it is over."""
+        return self._state == "released"
+
     def begin_writing(self) -> None:
         """Somebody reads the staged bytes now."""
         with self._lock:

@@ -22,7 +22,7 @@ from dcp_engine.errors import (
     UsageError,
 )
 from dcp_engine.garbage import without_gc
-from dcp_engine.staged_memory import Lease, leases_of
+from dcp_engine.staged_memory import Lease
 from dcp_engine.staging.arena import Arena, MemoryKind, require_room
 from dcp_engine.staging.buffers import Buffer, BufferInfo, BufferPool, BufferState
 from dcp_engine.staging.copy_cuda import CudaCopier, Transfer
@@ -32,7 +32,7 @@ from dcp_engine.staging.failure import failed_state, unexpected
 from dcp_engine.staging.layout import Extent, StagePlan, extent_of, plan_slots
 from dcp_engine.staging.options import staging_options
 from dcp_engine.staging.proof import SharedBuffer, StagingProof
-from dcp_engine.staging.state import StagedTensor, find_tensors, leaves_of, rebuilt, views_in
+from dcp_engine.staging.state import StagedTensor, find_tensors, rebuilt, views_in
 from dcp_engine.storage.options import local_ranks
 
 __all__ = ["DoubleBufferStager", "StagingReport"]
@@ -140,7 +140,7 @@ class DoubleBufferStager(AsyncStager):
         self._extents: list[Extent] = []
         self._plan = StagePlan((), (), 0)
         self._last: _Staging | None = None
-        self._stagings: dict[Buffer, _Staging] = {}
+        self._stagings: dict[int, _Staging] = {}
         self._copied: Future[None] | None = None
         self._transfers: list[Transfer] = []
         self._count = 0
@@ -231,8 +231,9 @@ class DoubleBufferStager(AsyncStager):
         if isinstance(staged, Future):
             staged.add_done_callback(lambda done: None if done.exception() else self.release(done.result()))
             return
-        for lease in leases_of(leaves_of(staged)):
-            lease.release()
+        staging = self._stagings.get(id(staged))
+        if staging is not None:
+            staging.lease.release()
 
     def shared_buffers(self) -> list[SharedBuffer]:
         """The buffers that lie in shared memory, for a process that writes staged states."""
@@ -240,12 +241,9 @@ class DoubleBufferStager(AsyncStager):
 
     def proof_of(self, staged: object) -> StagingProof | None:
         """What a process that writes this staged state from shared memory has to find there; None if it does not lie there."""
-        leases = leases_of(leaves_of(staged))
-        for staging in self._stagings.values():
-            arena = staging.buffer.arena
-            if staging.lease in leases and arena is not None and arena.shared is not None:
-                return staging.proof
-        return None
+        staging = self._stagings.get(id(staged))
+        arena = None if staging is None or staging.lease.is_released else staging.buffer.arena
+        return None if staging is None or arena is None or arena.shared is None else staging.proof
 
     @property
     def buffers(self) -> tuple[BufferInfo, ...]:
@@ -272,7 +270,8 @@ class DoubleBufferStager(AsyncStager):
             raise
         self._last = staging
         content = None if staging.transfers or not staging.proof.digests else hash(staging.proof.digests)
-        self._stagings[buffer] = staging
+        # By identity: its memory is soon another state's, while some may still hold this one.
+        self._stagings = {key: held for key, held in self._stagings.items() if not held.lease.is_released} | {id(staged_state): staging}
         self.last_report = StagingReport(
             waited_secs, time.monotonic() - started, self._plan.num_bytes, len(tensors), len(self._plan.slots), replanned, content
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from dcp_engine.errors import StagingError
 from dcp_engine.planners.local_shards import describe, speaks_duck_protocol
 from dcp_engine.staging.layout import StagePlan
 
-__all__ = ["StagedTensor", "find_tensors", "leaves_of", "rebuilt", "views_in"]
+__all__ = ["StagedTensor", "find_tensors", "rebuilt", "views_in"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -79,19 +79,6 @@ def find_tensors(state_dict: Mapping[Any, Any]) -> list[StagedTensor]:
             seen.add(id(value))
             stack += [(f"{name}.{index}", child) for index, child in reversed(tuple(enumerate(value)))]
     return found
-
-
-def leaves_of(state: object) -> Iterator[object]:
-    """What mappings, lists and tuples hold, at any depth."""
-    stack = [state]
-    seen = set()  # a container may hold itself
-    while stack:
-        value = stack.pop()
-        if not isinstance(value, Mapping | list | tuple):
-            yield value
-        elif id(value) not in seen:
-            seen.add(id(value))
-            stack += value.values() if isinstance(value, Mapping) else value
 
 
 def _local(name: str, value: torch.Tensor) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict, UserDict, namedtuple
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from support.values import DTYPES, full, same
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from dcp_engine import BalancedSavePlanner, ShardWriter, verify_checkpoint
 from dcp_engine.errors import (
@@ -131,6 +135,21 @@ def test_shared_memory_between_arrays_that_torch_takes_for_separate_storages() -
     staged = DoubleBufferStager().stage({"all": torch.from_numpy(array), "tail": torch.from_numpy(array[5:])})
     assert staged["all"].tolist() == list(range(20))
     assert staged["tail"].tolist() == list(range(5, 20))
+
+
+def test_a_dtensor_can_be_pickled_wherever_in_the_buffer_it_lies() -> None:
+    # torch takes a wrapper whose local tensor does not begin its storage for one with memory of its own, and reads from address 64.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        state = {"first": torch.ones(100), "second": DTensor.from_local(full("second", (4, 3)), mesh, [Shard(0)])}
+        staged = DoubleBufferStager(memory="shared").stage(state)
+        assert staged["second"].to_local().storage_offset() > 0
+        arrived = ForkingPickler.loads(ForkingPickler.dumps(staged["second"]))
+        assert torch.equal(arrived.to_local(), full("second", (4, 3)))
+        assert torch.equal(staged["second"].full_tensor(), full("second", (4, 3)))
+    finally:
+        dist.destroy_process_group()
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------------
@@ -272,6 +291,17 @@ def test_a_forked_process_neither_holds_nor_frees_staged_memory() -> None:
         os._exit(0 if states(stager)[0] is BufferState.STAGED else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert staged["w"].tolist() == [1, 1, 1]
+
+
+def test_giving_a_state_back_twice_leaves_the_next_one_in_its_memory_alone() -> None:
+    stager = DoubleBufferStager()
+    first = stager.stage({"w": torch.ones(3)})
+    stager.release(first)
+    second = stager.stage({"w": torch.zeros(3)})
+    assert second["w"].data_ptr() == first["w"].data_ptr()
+    stager.release(first)
+    assert states(stager) == [BufferState.STAGED, BufferState.FREE]
+    assert second["w"].tolist() == [0, 0, 0]
 
 
 # -- what was written is what was staged --------------------------------------------------------------------------------------
