@@ -9,15 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dcp_engine.background import BackgroundSaver, Priority, SaveHandle, SaveTimings, UnchangedStateWarning
     from dcp_engine.planners import BalancedSavePlanner, ReshardLoadPlanner
+    from dcp_engine.staging import DoubleBufferStager, StagingReport
     from dcp_engine.storage import ShardReader, ShardWriter, VerifyReport, committed_steps, verify_checkpoint
 
 __version__ = "0.1.0"
 __all__ = [
+    "BackgroundSaver",
     "BalancedSavePlanner",
+    "DoubleBufferStager",
+    "Priority",
     "ReshardLoadPlanner",
+    "SaveHandle",
+    "SaveTimings",
     "ShardReader",
     "ShardWriter",
+    "StagingReport",
+    "UnchangedStateWarning",
     "VerifyReport",
     "__version__",
     "committed_steps",
@@ -25,6 +34,13 @@ __all__ = [
 ]
 
 _HOME = {
+    "BackgroundSaver": "dcp_engine.background",
+    "Priority": "dcp_engine.background",
+    "SaveHandle": "dcp_engine.background",
+    "SaveTimings": "dcp_engine.background",
+    "UnchangedStateWarning": "dcp_engine.background",
+    "DoubleBufferStager": "dcp_engine.staging",
+    "StagingReport": "dcp_engine.staging",
     "BalancedSavePlanner": "dcp_engine.planners",
     "ReshardLoadPlanner": "dcp_engine.planners",
     "ShardReader": "dcp_engine.storage",

@@ -80,11 +80,12 @@ def rewrapped(value: DTensor, local: torch.Tensor) -> DTensor:
     The public ``DTensor.from_local`` takes 80 us, which is too much for thousands of tensors on a training loop's path; the constructor
     (2.11 to 2.14) takes 6.
 
-    The constructor also gives the wrapper the local tensor's place in its storage, and pickling takes a wrapper that does not begin at 0 for
-    one with memory of its own: the process ends by SIGSEGV. So it is made around a tensor without elements.
+    The constructor also gives the wrapper the local tensor's place in its storage, and pickling takes a wrapper that does not begin at 0
+    for one with memory of its own: the process ends by SIGSEGV. So it is made around a tensor without elements.
     """
     try:
-        wrapper = DTensor(torch.empty(0, dtype=local.dtype, device=local.device), value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        empty = torch.empty(0, dtype=local.dtype, device=local.device)
+        wrapper = DTensor(empty, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         wrapper._local_tensor = local
         return wrapper
     except (AttributeError, TypeError):

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from dcp_engine.background import BackgroundSaver, SaveHandle
 from dcp_engine.demo.records import SaveRecord
 from dcp_engine.errors import CheckpointNotFoundError
 from dcp_engine.planners.load import ReshardLoadPlanner
@@ -69,16 +69,14 @@ class DyingSavePlanner(BalancedSavePlanner):
 
 @dataclass(frozen=True, slots=True)
 class _PendingSave:
-    step: int
-    path: str
+    handle: SaveHandle
     started_secs: float
     stall_secs: float
-    published: Future[Any]
     ended_secs: Future[float]
 
 
 class AsyncSaver:
-    """One asynchronous save at a time, each into ``<root>/step-<8 digits>``. All ranks call it alike. Not thread-safe.
+    """Saves beside training, each into ``<root>/step-<8 digits>``. All ranks call it alike. Not thread-safe.
 
     Args:
         root: folder of the steps.
@@ -86,10 +84,7 @@ class AsyncSaver:
 
     def __init__(self, root: str) -> None:
         self._root = root
-        # Collectives of the save run beside those of the training, so they need a group of their own.
-        self._group = dist.new_group(backend="gloo")
-        # One for all saves: while the layout of the state stays, it need not be planned again.
-        self._planner = BalancedSavePlanner()
+        self._saver = BackgroundSaver()
         self._pending: _PendingSave | None = None
 
     def save(self, state: dict[str, Any], *, step: int, planner: BalancedSavePlanner | None = None) -> SaveRecord | None:
@@ -98,44 +93,40 @@ class AsyncSaver:
         Args:
             state: state dict; may be changed as soon as this returns.
             step: training step that it holds.
-            planner: planner of this save; by default the balanced one.
+            planner: planner of this save; by default the saver's own.
 
         Returns:
             The save before, if there was one that nobody had waited for yet.
         """
         started_secs = time.perf_counter()
         before = self._await_pending()
-        path = os.path.join(self._root, step_name(step))
-        published = async_save(
-            state,
-            storage_writer=ShardWriter(path, process_group=self._group),
-            planner=planner or self._planner,
-            process_group=self._group,
-        )
+        handle = self._saver.submit(state, writer=ShardWriter(os.path.join(self._root, step_name(step))), planner=planner, step=step)
         stall_secs = time.perf_counter() - started_secs
-        assert isinstance(published, Future), "DCP's default stager does not hand out staging on its own"
         ended_secs: Future[float] = Future()
-        published.add_done_callback(lambda _: ended_secs.set_result(time.perf_counter()))
-        self._pending = _PendingSave(step, path, started_secs, stall_secs, published, ended_secs)
+        handle.durable.add_done_callback(lambda _: ended_secs.set_result(time.perf_counter()))
+        self._pending = _PendingSave(handle, started_secs, stall_secs, ended_secs)
         return None if before is None else _record(before)
 
-    def wait(self) -> SaveRecord | None:
-        """Waits for the pending save, if there is one, and raises what went wrong in it."""
+    def close(self) -> SaveRecord | None:
+        """Waits for the pending save, if there is one, and raises what went wrong in it. None can begin afterwards."""
         before = self._await_pending()
+        self._saver.close()
         return None if before is None else _record(before)
 
     def _await_pending(self) -> _PendingSave | None:
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.published.result()
+            pending.handle.result()
         return pending
 
 
 def _record(save: _PendingSave) -> SaveRecord:
-    raw_bytes, stored_bytes = _sizes(save.path)
+    step, path = save.handle.step, save.handle.path
+    assert step is not None, "every save here has one"
+    raw_bytes, stored_bytes = _sizes(path)
     return SaveRecord(
-        step=save.step,
-        path=save.path,
+        step=step,
+        path=path,
         save_secs=save.ended_secs.result() - save.started_secs,
         stall_secs=save.stall_secs,
         raw_bytes=raw_bytes,

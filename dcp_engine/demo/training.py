@@ -120,7 +120,7 @@ class _Trainer:
             self._write(train_step(self.state, self.corpus, self.mesh, num_windows=job.batch))
             if job.save_every and (self.state.step % job.save_every == 0 or self.state.step == job.last_step):
                 self._save()
-        self._write(self.saver.wait())
+        self._write(self.saver.close())
 
     def _save(self) -> None:
         step = self.state.step
