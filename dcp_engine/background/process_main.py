@@ -92,7 +92,7 @@ def main(connection: Connection, rank: int | None, priority: Priority) -> None:
     answers = _Answers(connection)
     try:
         store = _listen() if rank == 0 else None
-        answers.send(Up(0 if store is None else store.port))
+        answers.send(Up(int(getattr(store, "port", 0))))
         place: ChildGroup | None = connection.recv()
         if place is not None:
             _join(place, store)
@@ -108,13 +108,16 @@ def main(connection: Connection, rank: int | None, priority: Priority) -> None:
         dist.destroy_process_group()
 
 
-def _listen() -> dist.TCPStore:
-    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_JOIN_SECS))
+def _listen() -> dist.Store:
+    return dist.TCPStore(  # type: ignore[attr-defined, no-any-return]
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_JOIN_SECS)
+    )
 
 
-def _join(place: ChildGroup, store: dist.TCPStore | None) -> None:
+def _join(place: ChildGroup, store: dist.Store | None) -> None:
     if store is None:
-        store = dist.TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=_JOIN_SECS))
+        timeout = timedelta(seconds=_JOIN_SECS)
+        store = dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=place.timeout_secs)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
 
