@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
@@ -108,13 +109,13 @@ def main(connection: Connection, rank: int | None, priority: Priority) -> None:
         dist.destroy_process_group()
 
 
-def _listen() -> dist.Store:
-    return dist.TCPStore(  # type: ignore[attr-defined, no-any-return]
+def _listen() -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]
         "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_JOIN_SECS)
     )
 
 
-def _join(place: ChildGroup, store: dist.Store | None) -> None:
+def _join(place: ChildGroup, store: Any) -> None:
     if store is None:
         timeout = timedelta(seconds=_JOIN_SECS)
         store = dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
