@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -44,26 +44,10 @@ from dcp_engine.storage.publish import AttemptRef, Publisher, open_publisher
 from dcp_engine.storage.records import ShardReceipt
 from dcp_engine.storage.shard_set import Writer, write_shards
 from dcp_engine.storage.steps import parse_step_name
+from dcp_engine.storage.tickets import LocalTicket, Ticket, token_of
 from dcp_engine.types import EngineMetadata, EngineStorageMeta, PlannerData, WritePhases
 
 __all__ = ["ShardWriter"]
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalTicket:
-    """What a rank puts into its local plan: proof, when the central plan comes back, that it belongs to this save of this rank."""
-
-    token: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Ticket:
-    """What the coordinator adds to a rank's plan: where to write, and as whom."""
-
-    token: str
-    attempt: AttemptRef
-    rank: int
-    world_size: int
 
 
 class ShardWriter(StorageWriter):
@@ -212,7 +196,7 @@ class ShardWriter(StorageWriter):
                 rank=self._rank,
                 remedy="use BalancedSavePlanner, which caches safely, or DefaultSavePlanner(enable_plan_caching=False)",
             )
-        return replace(plan, storage_data=_LocalTicket(self._token))
+        return replace(plan, storage_data=LocalTicket(self._token))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check the target and create the attempt.
@@ -233,7 +217,7 @@ class ShardWriter(StorageWriter):
         publisher = self._publisher()
         attempt = publisher.begin()
         self._attempt = (publisher, attempt)
-        return [replace(plan, storage_data=_Ticket(_token_of(plan), attempt, rank, world_size)) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=Ticket(token_of(plan), attempt, rank, world_size)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's shard files; they are durable when it returns. The result holds one record a file, in ``storage_data``.
@@ -243,7 +227,7 @@ class ShardWriter(StorageWriter):
                 in the attempt, and go with it.
         """
         ticket = plan.storage_data
-        if not isinstance(ticket, _Ticket) or ticket.token != self._token:
+        if not isinstance(ticket, Ticket) or ticket.token != self._token:
             raise PlanError(
                 "the plan that came back does not belong to this save",
                 path=self._path,
@@ -345,7 +329,7 @@ class ShardWriter(StorageWriter):
             return self._step
         return parse_step_name(self._path.rstrip("/").rpartition("/")[2])
 
-    def _write_files(self, plan: SavePlan, planner: SavePlanner, ticket: _Ticket) -> list[ShardReceipt]:
+    def _write_files(self, plan: SavePlan, planner: SavePlanner, ticket: Ticket) -> list[ShardReceipt]:
         publisher = self._publisher()
         directory = publisher.attempt(ticket.attempt)
         by_component = dcp_records.sources_of_plan(plan, planner, self._components)
@@ -417,7 +401,3 @@ def _by_codec(receipts: list[ShardReceipt]) -> dict[str, int]:
     for receipt in receipts:
         total.update(receipt.raw_bytes_by_codec)
     return dict(sorted(total.items()))
-
-
-def _token_of(plan: SavePlan) -> str:
-    return plan.storage_data.token if isinstance(plan.storage_data, _LocalTicket) else ""

@@ -257,9 +257,9 @@ class BackgroundSaver:
     def _save(self, queued: _Queued) -> None:
         handle = queued.handle
         try:
-            if self._given_up:
-                raise ClosedError("the saver was closed before this save began", path=handle.path, step=handle.step)
+            self._require_wanted(handle)
             self._executor.prepare(self._group)
+            self._require_wanted(handle)
             began = time.monotonic()
             outcome = self._executor.run(queued.job, self._group)
         except BaseException as error:  # noqa: BLE001  DCP's own is a BaseException, and a thread that ended would leave every later save waiting
@@ -269,6 +269,10 @@ class BackgroundSaver:
             self.stager.release(queued.job.state)
         _report(handle, outcome, queued, began)
         handle.durable.set_result(outcome.metadata)
+
+    def _require_wanted(self, handle: SaveHandle) -> None:
+        if self._given_up:
+            raise ClosedError("the saver was closed before this save began", path=handle.path, step=handle.step)
 
     def _leave(self) -> None:
         """At the interpreter's exit: time for saves under way, and no more than that."""
