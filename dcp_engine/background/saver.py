@@ -278,10 +278,16 @@ class BackgroundSaver:
         """At the interpreter's exit: time for saves under way, and no more than that."""
         if os.getpid() != self._process:
             return  # forked from the process that saves, which has no part in its saves
-        deadline = time.monotonic() + self._exit_wait_secs
+        self._closed = True
+        self._queue.put(None)
+        # Its end, not only that of its saves: what it frees while the interpreter ends would end the process by SIGABRT, from a destructor.
+        self._thread.join(self._exit_wait_secs)
         for handle in self._handles:
-            if not handle.wait_done(max(0.0, deadline - time.monotonic())):
+            if not handle.done():
                 _LOG.error("the process ends before the save of %s is done; it will not be published", handle.path)
+                self._given_up = True
+                self._executor.kill()
+                self._thread.join(_JOIN_SECS)
                 return
         failure = self._unread_failure()
         if failure is not None:

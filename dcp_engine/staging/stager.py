@@ -38,7 +38,7 @@ from dcp_engine.storage.options import local_ranks
 __all__ = ["DoubleBufferStager", "StagingReport"]
 
 _NUM_BUFFERS = 2
-_PATIENCE_SECS = 5.0
+_PATIENCE_SECS = 1.0
 _State = dict[str, Any]
 _Response = TypeVar("_Response")
 
