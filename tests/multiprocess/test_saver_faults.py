@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import time
 import warnings
@@ -19,9 +21,9 @@ from support.values import full
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dcp_engine import ReshardLoadPlanner, ShardReader, ShardWriter, committed_steps
+from dcp_engine import ReshardLoadPlanner, ShardReader, ShardWriter, committed_steps, verify_checkpoint
 from dcp_engine.background import BackgroundSaver, UnchangedStateWarning, process
-from dcp_engine.errors import BackgroundSaveError, EarlierSaveFailedError, SaverDiedError, StagingError
+from dcp_engine.errors import BackgroundSaveError, EarlierSaveFailedError, SaverDiedError, StagingError, StorageError
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -254,3 +256,42 @@ def overlap(root: str) -> list[str]:
 def test_saves_may_overlap_with_each_other_with_collectives_and_with_a_load(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, overlap, str(tmp_path)) == [["NoneType", "NoneType", "CheckpointExistsError"]] * 2
     assert committed_steps(str(tmp_path)) == [1, 2, 3]
+
+
+# -- disks, and steps that are saved again ------------------------------------------------------------------------------------
+
+
+def write_to_a_full_disk(root: str) -> str:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with BackgroundSaver(timeout_secs=60) as saver:
+        submit(saver, root, 1).result(60)
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            error = submit(saver, root, 2).exception(60)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        submit(saver, root, 3).result(60)
+    assert isinstance(error, StorageError)
+    return f"{error.rank} {error.errno}"
+
+
+def test_a_file_that_cannot_be_written_on_one_rank_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, write_to_a_full_disk, str(tmp_path)) == [f"1 {errno.EFBIG}"] * 2
+    assert committed_steps(str(tmp_path)) == [1, 3]
+
+
+def save_step_1(root: str, how: str | None) -> None:
+    with BackgroundSaver(timeout_secs=60) as saver:
+        error = submit(saver, root, 1, planner=FailingPlanner(how) if how else None).exception(60)
+    assert (error is None) == (how is None)
+
+
+def test_a_step_that_failed_is_saved_again_by_other_ranks_and_holds_theirs_alone(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(3, save_step_1, str(tmp_path), "raise")
+    assert committed_steps(str(tmp_path)) == []
+    ranks.run(2, save_step_1, str(tmp_path), None)
+    report = verify_checkpoint(tmp_path / "step-00000001")
+    assert report.faults == ()
+    shards = sorted(path.name for path in (tmp_path / "step-00000001").glob("*.shard"))
+    assert [name[-7] for name in shards if name.startswith("model-")] == ["0", "1"]
