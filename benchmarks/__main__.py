@@ -103,7 +103,11 @@ def _say(line: str) -> None:
 
 
 def _record(rows: list[RowResult], machine: dict[str, Any], options: Options, code: str) -> None:
-    """Adds the run to the history, and puts tables and pictures of its rows in place of the last ones."""
+    """Adds the run to the history, and puts tables and pictures of its rows in place of the last ones.
+
+    Rows that this machine cannot measure, for want of a device, keep what another one has measured.
+    """
+    rows = [row for row in rows if row.cases]
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     run = Run.of(rows, date=date, code=code, machine=machine, options=_shown(options))
     save_run(run, os.path.join(_HOME, "results"))

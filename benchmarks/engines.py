@@ -22,7 +22,19 @@ from benchmarks.results import Role
 from benchmarks.state import State
 from dcp_engine import BalancedSavePlanner, ReshardLoadPlanner, ShardReader, ShardWriter
 
-__all__ = ["PEERS", "Engine", "dcp_engine", "dcp_process", "dcp_stock", "dcp_zstandard", "peers", "physical_limit", "version_of"]
+__all__ = [
+    "PEERS",
+    "Engine",
+    "begin_single_rank_group",
+    "dcp_engine",
+    "dcp_process",
+    "dcp_stock",
+    "dcp_zstandard",
+    "end_group",
+    "peers",
+    "physical_limit",
+    "version_of",
+]
 
 PEERS = ("safetensors", "torch-checkpointing", "torchsnapshot", "zipnn")
 """Distributions that are measured where they are installed."""
@@ -112,23 +124,35 @@ def dcp_zstandard(*, threads: int) -> Engine:
 def dcp_process(*, threads: int) -> Engine:
     """DCP's process executor, waited for: what a save takes that runs beside the training."""
 
-    def begin() -> None:
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "0")
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
     def save(path: str, state: State) -> None:
         writer = FileSystemWriter(path, thread_count=threads)
         response: Any = dcp.async_save(state.nested, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
         response.result()
 
-    def end() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
     note = "stages and then saves in a daemon; the first round starts it; memory of the daemon is not counted"
-    return Engine(name=f"DCP process, {threads} threads, fsync", role="dcp", save=save, load=_dcp_load, note=note, begin=begin, end=end)
+    return Engine(
+        name=f"DCP process, {threads} threads, fsync",
+        role="dcp",
+        save=save,
+        load=_dcp_load,
+        note=note,
+        begin=begin_single_rank_group,
+        end=end_group,
+    )
+
+
+def begin_single_rank_group() -> None:
+    """A process group of this process alone, which DCP's process executor asks for."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def end_group() -> None:
+    """No process group any more. The daemon has one of its own, and stays."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def physical_limit(*, threads: int, sync: bool) -> Engine:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 __all__ = ["ROW_NAMES", "Options", "parse"]
 
-ROW_NAMES = ("F1", "F2", "F3", "F4", "F5", "F6", "F9")
+ROW_NAMES = ("F1", "F2", "F3", "F4", "F5", "F6", "F7", "F8", "F9")
 """Rows that there are modules for, in the order in which they run."""
 
 _COUNTS = ("state_mb", "rounds", "ranks", "tensors", "threads")
@@ -27,7 +27,7 @@ class Options:
         out: folder for the results and pictures.
         disk: folder on a disk, for what the rows save there.
         memory: folder on a tmpfs; empty where there is none.
-        state_bytes: bytes of the state that F1 to F3 move.
+        state_bytes: bytes of the state that F1 to F3 and F7 move.
         rounds: rounds of every case, whatever they take; 0: what the row allows and its seconds are enough for.
         ranks: ranks of F6's largest cluster; 0: what the row thinks right.
         tensors: tensors of F6.
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", default=os.path.join("build", "benchmarks"), help="folder for results and pictures (default: %(default)s)")
     add("--disk", default=os.path.join("build", "benchmarks-disk"), help="folder on the disk to measure (default: %(default)s)")
     add("--memory", default="/dev/shm" if os.path.isdir("/dev/shm") else "", help="folder on a tmpfs, '' for none (default: '%(default)s')")
-    add("--state-mb", type=int, help=f"size of the state of F1 to F3 (default: {_DEFAULT_STATE_MB}; quick: {_QUICK_STATE_MB})")
+    add("--state-mb", type=int, help=f"size of the state of F1 to F3 and F7 (default: {_DEFAULT_STATE_MB}; quick: {_QUICK_STATE_MB})")
     add("--rounds", type=int, help="rounds of every case, whatever they take (default: what the row's seconds allow)")
     add("--ranks", type=int, help="ranks of F6's largest cluster (default: 1024; quick: 16)")
     add("--tensors", type=int, help="tensors of F6 (default: 2000; quick: 50)")

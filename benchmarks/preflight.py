@@ -12,7 +12,7 @@ from benchmarks.readme import fill
 
 __all__ = ["folder_problem", "readme_problem", "space_needed"]
 
-_STATES = {"F1": 1.25, "F2": 8.5, "F3": 3.25, "F5": 0.25, "F9": 0.5}
+_STATES = {"F1": 1.25, "F2": 8.5, "F3": 3.25, "F5": 0.25, "F7": 1.5, "F9": 0.5}
 """Checkpoints of the state that lie on a file system at the same time: in a load's case, one of every engine."""
 
 _BYTES = {"F4": 3 << 30, "F6": 1 << 30}
@@ -24,7 +24,7 @@ def space_needed(rows: Iterable[str], state_bytes: int, *, quick: bool) -> int:
 
     Args:
         rows: that will run, one after the other.
-        state_bytes: of F1 to F3.
+        state_bytes: of F1 to F3 and F7.
         quick: sizes are tiny.
     """
     own = {name: nbytes >> 4 if quick else nbytes for name, nbytes in _BYTES.items()}

@@ -107,11 +107,11 @@ class Claim:
         return self.measured <= self.reach if self.at_most else self.measured >= self.reach
 
     @classmethod
-    def of_ratio(cls, text: str, reach: float, measured: Spread | None, *, detail: str = "") -> Claim:
+    def of_ratio(cls, text: str, reach: float, measured: Spread | None, *, at_most: bool = False, detail: str = "") -> Claim:
         """From the ratios of rounds."""
         if measured is None:
-            return cls(text, reach, None, detail=detail)
-        return cls(text, reach, measured.median, low=measured.low, high=measured.high, detail=detail)
+            return cls(text, reach, None, at_most=at_most, detail=detail)
+        return cls(text, reach, measured.median, at_most=at_most, low=measured.low, high=measured.high, detail=detail)
 
 
 @dataclass(slots=True, kw_only=True)

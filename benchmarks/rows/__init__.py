@@ -9,9 +9,11 @@ from benchmarks.rows.f3_compressed import Compressed
 from benchmarks.rows.f4_slice import Slice
 from benchmarks.rows.f5_tiny import Tiny
 from benchmarks.rows.f6_plans import Plans
+from benchmarks.rows.f7_async import Async
+from benchmarks.rows.f8_gpu import Gpu
 from benchmarks.rows.f9_replicas import Replicas
 
 __all__ = ["ROWS"]
 
-ROWS: dict[str, Row] = {row.NAME: row for row in (SaveRaw(), LoadRaw(), Compressed(), Slice(), Tiny(), Plans(), Replicas())}
+ROWS: dict[str, Row] = {row.NAME: row for row in (SaveRaw(), LoadRaw(), Compressed(), Slice(), Tiny(), Plans(), Async(), Gpu(), Replicas())}
 """By name."""
