@@ -108,6 +108,8 @@ def _record(rows: list[RowResult], machine: dict[str, Any], options: Options, co
     Rows that this machine cannot measure, for want of a device, keep what another one has measured.
     """
     rows = [row for row in rows if row.cases]
+    if not rows:
+        return
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     run = Run.of(rows, date=date, code=code, machine=machine, options=_shown(options))
     save_run(run, os.path.join(_HOME, "results"))

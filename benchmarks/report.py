@@ -11,7 +11,7 @@ __all__ = ["bound", "case_table", "claims_table", "row_text", "summary", "table"
 
 def row_text(row: RowResult) -> str:
     """One row: claims, a table a case, notes."""
-    lines = [f"### {row.name}: {row.title}", "", claims_table(row.claims), ""]
+    lines = [f"### {row.name}: {row.title}", "", *([claims_table(row.claims), ""] if row.claims else [])]
     for case in row.cases:
         lines += [f"**{case.name}**" + (f", {case.nbytes / 1e6:,.0f} MB" if case.nbytes else ""), "", case_table(case), ""]
     lines += [f"- {note}" for note in row.notes]

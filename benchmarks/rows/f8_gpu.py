@@ -21,7 +21,7 @@ from benchmarks.results import CaseResult, Claim
 from benchmarks.state import State, scramble
 from dcp_engine.staging import DoubleBufferStager
 
-__all__ = ["Gpu"]
+__all__ = ["Gpu", "beside_case"]
 
 _COPY = "copy from the device"
 _BESIDE = "one save beside training on the device: training time lost"
@@ -51,7 +51,7 @@ class Gpu:
         )
         loop = GpuLoop(min(fit, _QUICK_LAYERS) if options.quick else fit)
         yield _copy_case(loop, options)
-        yield _beside_case(loop, place, options)
+        yield beside_case(loop, place, options)
 
     def claims(self, results: list[CaseResult]) -> list[Claim]:
         """The call, the copy, and the steps beside it."""
@@ -148,12 +148,13 @@ def _engines(loop: GpuLoop, options: Options) -> list[AsyncEngine]:
     return [
         background_saver(executor="thread", threads=threads, optimizer=loop.optimizer),
         dcp_async(name="DCP thread", threads=threads),
-        dcp_async(name="DCP thread, pinned, non-blocking", threads=threads, kept=pinned),
-        dcp_async(name="DCP thread, pinned, async, non-blocking", threads=threads, kept=in_thread),
+        dcp_async(name="DCP thread, pinned, non-blocking", threads=threads, kept=pinned, needs_cuda=True),
+        dcp_async(name="DCP thread, pinned, async, non-blocking", threads=threads, kept=in_thread, needs_cuda=True),
     ]
 
 
-def _beside_case(loop: GpuLoop, place: Place, options: Options) -> Case:
+def beside_case(loop: GpuLoop, place: Place, options: Options) -> Case:
+    """Saves beside the loop; every checkpoint is loaded and compared with the state at which its save was called."""
     engines = _engines(loop, options)
     target = loop.target()
 

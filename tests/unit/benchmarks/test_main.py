@@ -78,6 +78,34 @@ def test_runs_on_record_add_up_in_the_readme_around_what_is_written_by_hand(tmp_
         recorded.unlink()
 
 
+class Impossible(Instant):
+    """A row that this machine cannot measure."""
+
+    def cases(self, options: Options) -> Iterator[Case]:
+        return iter(())
+
+    def claims(self, results: list[CaseResult]) -> list[Claim]:
+        return []
+
+    def notes(self, options: Options) -> list[str]:
+        return ["not measured: no device"]
+
+
+def test_a_row_that_cannot_be_measured_here_keeps_what_the_readme_says_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "README.md"
+    kept = fill("\n".join(markers("F9")), "F9", "measured on another machine")
+    document.write_text(kept, encoding="utf-8")
+    monkeypatch.setattr(program, "_HOME", str(tmp_path))
+    monkeypatch.setattr(program, "_README", str(document))
+    monkeypatch.setitem(ROWS, "F9", Impossible())
+    assert main(["--rows", "F9", "--memory", "", "--out", str(tmp_path / "out"), "--disk", str(tmp_path / "disk"), "--readme"]) == 0
+    assert document.read_text(encoding="utf-8") == kept
+    assert not (tmp_path / "results").exists()
+    assert "- not measured: no device" in capsys.readouterr().out
+
+
 def test_an_engine_of_ours_without_a_figure_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
