@@ -25,7 +25,7 @@ from benchmarks.usage import usage
 from dcp_engine import ReshardLoadPlanner, ShardReader, ShardWriter
 from dcp_engine.background import BackgroundSaver, Priority, SaveHandle
 
-__all__ = ["Async"]
+__all__ = ["Async", "structure_at"]
 
 _BESIDE = "one save beside training: training time lost"
 _LIMIT = "memcpy, 1 thread, warm"
@@ -205,10 +205,10 @@ def _many_saves(executor: str, path: str, options: Options) -> dict[str, float]:
     def check(handle: SaveHandle, number: int) -> None:
         handle.result()
         marks.fill(number)  # the next one is staged: its tensors may be what they were
-        found = _structure(target, number)
+        found = structure_at(target, number)
         scramble(found)
         dcp.load(found.nested, storage_reader=ShardReader(handle.path, threads=options.threads), planner=ReshardLoadPlanner())
-        check_same(found, _structure(state, number))
+        check_same(found, structure_at(state, number))
         remove(handle.path)
 
     with BackgroundSaver(executor=executor) as saver:
@@ -218,7 +218,7 @@ def _many_saves(executor: str, path: str, options: Options) -> dict[str, float]:
             where = os.path.join(path, str(number))
             os.makedirs(path, exist_ok=True)
             writer = ShardWriter(where, codec="raw", threads=options.threads)
-            handle = saver.submit(_structure(state, number).nested, writer=writer, step=number)
+            handle = saver.submit(structure_at(state, number).nested, writer=writer, step=number)
             if last is not None:
                 check(last, number - 1)
             last = handle
@@ -236,7 +236,7 @@ def _many_saves(executor: str, path: str, options: Options) -> dict[str, float]:
     }
 
 
-def _structure(state: State, number: int) -> State:
+def structure_at(state: State, number: int) -> State:
     """The state as it is at a save: whole; then its first tensors, two fifths of the bytes; then whole again, each tensor in two halves."""
     phase = number * 3 // _NUM_SAVES
     flat: dict[str, torch.Tensor] = {}
