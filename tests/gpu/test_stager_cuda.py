@@ -221,6 +221,18 @@ def test_a_state_of_device_and_host_tensors_and_other_values(stager: DoubleBuffe
     assert not found["parameter"].requires_grad
 
 
+def test_small_tensors_may_be_changed_at_once_on_the_stream_that_staged_them(stager: DoubleBufferStager) -> None:
+    statistics = torch.zeros(100, device="cuda")
+    large = torch.zeros(LARGE, device="cuda")
+    for value in range(5):
+        busy()
+        staged = stager.stage({"statistics": statistics, "large": large})
+        statistics.add_(1)
+        found = staged.result(timeout=60)
+        assert found["statistics"].tolist() == [float(value)] * 100
+        stager.release(found)
+
+
 def test_torch_takes_the_buffer_for_pinned_memory(stager: DoubleBufferStager) -> None:
     assert staged_by(stager, {"w": torch.ones(LARGE, device="cuda")})["w"].is_pinned()
 
@@ -263,10 +275,9 @@ def test_async_save_answers_with_both_futures_and_the_buffer_comes_back(tmp_path
 
 def test_twenty_saves_use_two_buffers_and_each_holds_its_own_step(tmp_path: Path, stager: DoubleBufferStager) -> None:
     weight = torch.zeros(300_000, device="cuda")
-    planner = BalancedSavePlanner()
     answers = []
     for step in range(20):
-        writer = ShardWriter(tmp_path / str(step))
+        writer, planner = ShardWriter(tmp_path / str(step)), BalancedSavePlanner()  # saves overlap: a planner plans one at a time
         answers.append(dcp.async_save({"w": weight}, storage_writer=writer, planner=planner, async_stager=stager))
         stager.fence()
         weight.add_(1)
