@@ -337,7 +337,7 @@ def _refusal(earlier: DcpEngineError, step: int | None) -> EarlierSaveFailedErro
 
 def _resolve_staged(state: dict[str, Any] | Future[dict[str, Any]], handle: SaveHandle) -> None:
     if isinstance(state, Future):
-        state.add_done_callback(lambda done: _resolve(handle.staged, done.exception()))
+        state.add_done_callback(lambda done: _resolve(handle.staged, done.exception() or next(failures_in(done.result()), None)))
     else:
         _resolve(handle.staged, next(failures_in(state), None))
 

@@ -26,6 +26,8 @@ MemoryKind = Literal["plain", "pinned", "shared"]
 
 _NUMBERS = itertools.count()
 _SHARED_DIRECTORY = "/dev/shm"
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: locked for all devices of a process."""
 _RESERVE_BYTES = 64 * 1024**2
 """Never taken: a machine that is filled to the last byte kills somebody."""
 
@@ -73,7 +75,7 @@ class Arena:
 
     Args:
         num_bytes: its size; at least 1.
-        kind: ``"plain"`` memory of this process; ``"pinned"``: locked, so that a CUDA device copies into it beside the host's work;
+        kind: ``"plain"`` memory of this process; ``"pinned"``: to be locked by :meth:`pin`;
             ``"shared"``: POSIX shared memory from the start, which other processes map by one descriptor and which never moves.
 
     Raises:
@@ -94,7 +96,7 @@ class Arena:
         self.number = next(_NUMBERS)
         require_room(num_bytes, 0, kind, 1)
         self._shared: torch.Tensor | None = None
-        self._is_registered = False
+        self._unpin: weakref.finalize[..., Arena] | None = None
         try:
             if kind == "shared":
                 self._shared = new_shared_bytes(num_bytes)
@@ -108,8 +110,6 @@ class Arena:
         except RuntimeError as error:  # torch's, for every error of the system: it keeps the text alone
             raise _refused(num_bytes, kind, error) from error
         self.address = int(self.memory.ctypes.data)
-        if kind == "pinned":
-            self._register()
 
     @property
     def shared(self) -> torch.Tensor | None:
@@ -132,15 +132,22 @@ class Arena:
 
     def close(self) -> None:
         """Give the memory back: at once, or when the last view of it is gone. Idempotent."""
-        if self._is_registered:
-            self._is_registered = False
-            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+        if self._unpin is not None:
+            self._unpin()
         self._shared = None
         self.memory = np.empty(0, dtype=np.uint8)
 
-    def _register(self) -> None:
+    def pin(self) -> None:
+        """Lock it, shared memory included, so that a CUDA device copies into it beside the host's work: into other memory a copy makes
+        the host wait. Not before a device's tensors are staged: it initialises CUDA, which a process that forks may not have done.
+
+        Raises:
+            StagingMemoryError: the system does not lock that much.
+        """
+        if self._unpin is not None:
+            return
         # A registered mapping has exactly the size that was asked for; torch's own pinned allocator rounds up to a power of two.
-        status = torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0)  # type: ignore[no-untyped-call]
+        status = torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE)  # type: ignore[no-untyped-call]
         if int(status) != 0:
             raise StagingMemoryError(
                 "the system does not lock that much memory",
@@ -149,7 +156,13 @@ class Arena:
                 found=f"CUDA's error {int(status)}",
                 remedy='raise the limit of locked memory (ulimit -l), or use memory="plain"',
             )
-        self._is_registered = True
+        # Also when nobody closes it: unmapped but still registered, its pages would stay locked and its addresses be refused next time.
+        self._unpin = weakref.finalize(self, _unregister, self.address)
+        self._unpin.atexit = False  # CUDA may be gone by then
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def _anonymous(num_bytes: int) -> mmap.mmap:

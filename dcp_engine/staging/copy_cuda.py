@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,10 @@ import torch
 from dcp_engine.compat import copy_many
 from dcp_engine.staging.layout import SMALL_BYTES, Slot, StagePlan
 
-__all__ = ["CudaCopier", "Transfer"]
+__all__ = ["CudaCopier", "Transfer", "wait_for"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # equality would compare tensors
 class Transfer:
     """Copies under way from one device.
 
@@ -21,7 +22,7 @@ class Transfer:
         device: of the sources.
         done: event after the last copy, on the copying stream.
         held: sources and gathered bytes. As long as they are referenced, nobody gets their memory, so that no allocation of the training
-            loop can overwrite what is still being read.
+            loop can overwrite what is still being read. Empty when the copies are through.
     """
 
     device: torch.device
@@ -29,40 +30,97 @@ class Transfer:
     held: list[torch.Tensor]
 
 
-class CudaCopier:
-    """Copies from CUDA devices on one side stream each, of high priority: copies run on engines of their own, and kernels that gather
-    small tensors should not wait behind the training's.
+def wait_for(transfers: Sequence[Transfer]) -> None:
+    """Until the copies are through; then the sources are let go.
 
-    Thread-safety: none; the stager calls it from one thread at a time.
+    Raises:
+        RuntimeError: torch's, for whatever went wrong on a device.
+    """
+    try:
+        for transfer in transfers:
+            transfer.done.synchronize()
+    finally:
+        for transfer in transfers:
+            transfer.held.clear()
+
+
+class CudaCopier:
+    """Copies from CUDA devices on side streams of high priority: copies run on engines of their own, and kernels that gather small tensors
+    should not wait behind the training's. Gathering has a stream of its own, so that it does not wait for the copies of the state before.
+
+    Thread-safety: ``start`` from one thread at a time; ``fence`` from any.
     """
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+        self._lock = threading.Lock()
+        self._under_way: list[Transfer] = []
 
     def start(self, plan: StagePlan, tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[Transfer]:
         """Begin to copy the slots of ``plan`` that lie on devices. The host waits for nothing.
+
+        The current streams wait until small tensors have been gathered, which takes them microseconds: what a forward pass changes in
+        place (a batch norm's statistics, say) is small, and no optimizer's hook would protect it.
 
         Args:
             plan: where everything goes.
             tensors: the plan's tensors, in its order.
             flat: the buffer, uint8 of shape ``(at least plan.num_bytes,)``, pinned.
+
+        Raises:
+            RuntimeError: torch's, for whatever went wrong; nothing is under way then.
         """
         by_device: dict[torch.device, list[Slot]] = {}
         for slot in plan.slots:
             device = tensors[slot.member].device
             if device.type == "cuda":
                 by_device.setdefault(device, []).append(slot)
-        return [self._start(device, slots, tensors, flat) for device, slots in by_device.items()]
+        transfers: list[Transfer] = []
+        try:
+            for device, slots in by_device.items():
+                transfers.append(self._start(device, slots, tensors, flat))
+        except BaseException:
+            # Some copies may be under way, and the buffer is about to be somebody else's.
+            for stream in self._streams.values():
+                stream.synchronize()
+            raise
+        with self._lock:
+            done = [transfer.done.query() for transfer in self._under_way]  # type: ignore[no-untyped-call]
+            self._under_way = [transfer for transfer, is_done in zip(self._under_way, done, strict=True) if not is_done] + transfers
+        return transfers
+
+    def fence(self) -> None:
+        """Make the current stream of each device wait for copies under way. Any number of streams may ask for the same copies."""
+        with self._lock:
+            under_way = list(self._under_way)
+        for transfer in under_way:
+            torch.cuda.current_stream(transfer.device).wait_event(transfer.done)
+
+    def _stream(self, device: torch.device, purpose: str) -> torch.cuda.Stream:
+        stream = self._streams.get((device, purpose))
+        if stream is None:
+            stream = self._streams[device, purpose] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        return stream
 
     def _start(self, device: torch.device, slots: Sequence[Slot], tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> Transfer:
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        stream, gatherer = self._stream(device, "copy"), self._stream(device, "gather")
+        training = torch.cuda.current_stream(device)
         # What the training has queued so far must be done before its results are read; what it queues later runs beside.
-        stream.wait_event(torch.cuda.current_stream(device).record_event())
+        ready = training.record_event()
+        stream.wait_event(ready)
         held: list[torch.Tensor] = []
+        with torch.cuda.device(device), torch.no_grad():
+            small = [slot for slot in slots if slot.num_bytes <= SMALL_BYTES]
+            if small:
+                gatherer.wait_event(ready)
+                with torch.cuda.stream(gatherer):
+                    run, held = _gathered(small, tensors)
+                gathered = gatherer.record_event()
+                training.wait_event(gathered)
+                stream.wait_event(gathered)
         with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
-            held += _gather([slot for slot in slots if slot.num_bytes <= SMALL_BYTES], tensors, flat)
+            if small:
+                flat[small[0].offset : small[0].offset + run.numel()].copy_(run, non_blocking=True)
             for slot in slots:
                 if slot.num_bytes > SMALL_BYTES:
                     source = _source(slot, tensors[slot.member])
@@ -73,18 +131,15 @@ class CudaCopier:
         return Transfer(device, done, held)
 
 
-def _gather(slots: Sequence[Slot], tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Small slots, which lie one after the other in the buffer: into one run on the device, which crosses at once."""
-    if not slots:
-        return []
+def _gathered(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Small slots, which lie one after the other in the buffer: as one run on the device, which crosses at once; and what must be held."""
     begin = slots[0].offset
     end = slots[-1].offset + slots[-1].num_bytes
     run = torch.empty(end - begin, dtype=torch.uint8, device=tensors[slots[0].member].device)
     targets = [run[slot.offset - begin : slot.offset - begin + slot.num_bytes] for slot in slots]
     sources = [_source(slot, tensors[slot.member]) for slot in slots]
     copy_many(targets, sources)
-    flat[begin:end].copy_(run, non_blocking=True)
-    return [run, *sources, *(tensors[slot.member] for slot in slots)]
+    return run, [run, *sources, *(tensors[slot.member] for slot in slots)]
 
 
 def _source(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:

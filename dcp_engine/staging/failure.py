@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
 from dcp_engine.errors import DcpEngineError, StagingError
 
-__all__ = ["STAGING_FAILED", "StagingFailure", "failed_state", "failures_in", "unexpected"]
+__all__ = ["STAGING_FAILED", "StagingFailure", "failed_state", "failures_in", "state_for_all_ranks", "unexpected"]
 
 STAGING_FAILED = "staging failed"
 """Key of the only value in the state that a failed staging returns."""
@@ -39,6 +41,14 @@ class StagingFailure:
 def failed_state(error: DcpEngineError) -> dict[str, Any]:
     """A state that can only fail."""
     return {STAGING_FAILED: StagingFailure(error)}
+
+
+def state_for_all_ranks(error: DcpEngineError) -> dict[str, Any] | None:
+    """A state that can only fail, where this rank is one of several that may wait for it; None without a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    error.rank = dist.get_rank() if error.rank is None else error.rank
+    return failed_state(error)
 
 
 def failures_in(state: dict[str, Any]) -> Iterator[DcpEngineError]:

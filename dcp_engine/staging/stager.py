@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcp_engine.errors import (
@@ -25,10 +24,10 @@ from dcp_engine.garbage import without_gc
 from dcp_engine.staged_memory import Lease
 from dcp_engine.staging.arena import Arena, MemoryKind, require_room
 from dcp_engine.staging.buffers import Buffer, BufferInfo, BufferPool, BufferState
-from dcp_engine.staging.copy_cuda import CudaCopier, Transfer
+from dcp_engine.staging.copy_cuda import CudaCopier, Transfer, wait_for
 from dcp_engine.staging.copy_host import copy_runs
 from dcp_engine.staging.digests import Thoroughness, place_digests
-from dcp_engine.staging.failure import failed_state, unexpected
+from dcp_engine.staging.failure import state_for_all_ranks, unexpected
 from dcp_engine.staging.layout import Extent, StagePlan, extent_of, plan_slots
 from dcp_engine.staging.options import staging_options
 from dcp_engine.staging.proof import SharedBuffer, StagingProof
@@ -96,7 +95,8 @@ class DoubleBufferStager(AsyncStager):
     Buffers are flat, allocated once and used again; they are laid out anew when the state's structure changes. CPU tensors and all other
     mutable values are copied when ``stage`` returns. With CUDA tensors ``stage`` only queues copies on a stream of their own and returns a
     future, which makes ``dcp.async_save`` return an ``AsyncSaveResponse``. Until it is done the tensors must not be changed:
-    :meth:`protect` an optimizer, and its ``step`` waits for the copy, on the device; or call :meth:`fence` before changing them.
+    :meth:`protect` an optimizer, and its ``step`` waits for the copy, on the device; or call :meth:`fence` before changing them. Small ones
+    (up to 256 KiB, a batch norm's statistics, say) may be changed at once on the stream that staged them.
 
     A buffer is busy until its state has been written. ``ShardWriter`` gives it back when its bytes are written. With other writers, and
     with ``AsyncCheckpointerType.PROCESS``, it comes back when the last staged tensor is gone, which may be late or, with shared memory,
@@ -142,7 +142,6 @@ class DoubleBufferStager(AsyncStager):
         self._last: _Staging | None = None
         self._stagings: dict[int, _Staging] = {}
         self._copied: Future[None] | None = None
-        self._transfers: list[Transfer] = []
         self._count = 0
         self._closed = False
         self.last_report: StagingReport | None = None
@@ -173,12 +172,12 @@ class DoubleBufferStager(AsyncStager):
                 self._in_stage.release()
         except Exception as error:
             failure = error if isinstance(error, DcpEngineError) else unexpected(error)
-            if not (dist.is_available() and dist.is_initialized()):
-                if failure is error:
-                    raise
-                raise failure from error
-            failure.rank = dist.get_rank() if failure.rank is None else failure.rank
-            return failed_state(failure)
+            failing = state_for_all_ranks(failure)
+            if failing is not None:
+                return failing
+            if failure is error:
+                raise
+            raise failure from error
 
     def synchronize_staging(self) -> None:
         """Wait until the last staged state is complete and its source may be changed."""
@@ -199,9 +198,7 @@ class DoubleBufferStager(AsyncStager):
 
     def fence(self) -> None:
         """Make the current stream of each device wait for copies under way. The host does not wait. Nothing to do for CPU tensors."""
-        transfers, self._transfers = self._transfers, []
-        for transfer in transfers:
-            torch.cuda.current_stream(transfer.device).wait_event(transfer.done)
+        self._cuda.fence()
 
     def protect(self, optimizer: _StepHooks) -> Any:
         """Let each ``optimizer.step()`` wait, on the device, for copies under way.
@@ -319,6 +316,8 @@ class DoubleBufferStager(AsyncStager):
     def _fill(self, buffer: Buffer, tensors: Sequence[StagedTensor], state_dict: _State) -> tuple[_Staging, _State]:
         plan = self._plan
         arena = self._arena(buffer, plan.num_bytes)
+        if arena.kind != "plain" and any(slot.device.type == "cuda" for slot in plan.slots):
+            arena.pin()
         turn = buffer.turn
         lease = Lease(
             arena.address,
@@ -334,15 +333,15 @@ class DoubleBufferStager(AsyncStager):
         try:
             flat = arena.open(lease.abandon)
             staging.transfers = self._cuda.start(plan, [tensor.local for tensor in tensors], flat)
-            self._transfers += staging.transfers
             self._copy_host(plan, tensors, arena.address, flat)
             staged_state = rebuilt(state_dict, views_in(flat, plan, tensors))
             if not staging.transfers:
                 self._staged(staging)
         except BaseException:
-            for transfer in staging.transfers:
-                transfer.done.synchronize()
-            lease.release()
+            try:
+                wait_for(staging.transfers)
+            finally:
+                lease.release()
             raise
         return staging, staged_state
 
@@ -383,15 +382,19 @@ class DoubleBufferStager(AsyncStager):
     def _await_transfers(self, staging: _Staging, staged_state: _State, staged: Future[_State]) -> None:
         """In a thread of its own: when the copies from devices are through, the staged state is handed out."""
         try:
-            for transfer in staging.transfers:
-                transfer.done.synchronize()
+            wait_for(staging.transfers)
             self._staged(staging)
-        except BaseException as error:  # noqa: BLE001  whoever waits for the future must learn of it, whatever it is
+        except Exception as error:  # noqa: BLE001  whatever the device has raised
             staging.lease.release()
-            staged.set_exception(error)
+            failure = unexpected(error)
+            failing = state_for_all_ranks(failure)  # as in stage(): a future that raises would leave the other ranks waiting
+            if failing is None:
+                failure.__cause__ = error
+                staged.set_exception(failure)
+            else:
+                staged.set_result(failing)
             return
         finally:
-            self._transfers = [transfer for transfer in self._transfers if transfer not in staging.transfers]
             staging.transfers = []
         staged.set_result(staged_state)
 
