@@ -25,6 +25,7 @@ from dcp_engine.planners.save_columns import plan_columns
 from dcp_engine.planners.save_global import GlobalPlan, RankPlan, plan_globally
 from dcp_engine.planners.save_local import LocalLayout, LocalPlanData, LocalState, PlanRef
 from dcp_engine.planners.save_names import unite_names
+from dcp_engine.planners.save_turns import SaveTurns
 from dcp_engine.types import EncodedObject, EngineMetadata, EngineStorageMeta, PlannerData
 
 __all__ = ["BalancedSavePlanner"]
@@ -34,7 +35,7 @@ DEFAULT_SPLIT_BYTES = 1 << 18
 _CONTENT_CALLS = ("lookup_object", "transform_object", "resolve_data")
 _PLAN_CALLS = ("create_local_plan", "create_global_plan", "finish_plan")
 _NOT_PICKLED = frozenset(
-    ("_local", "state_dict", "mappings", "plan", "global_plan", "metadata", "_cache", "_earlier", "_layout", "_global_cache"),
+    ("_local", "state_dict", "mappings", "plan", "global_plan", "metadata", "_cache", "_earlier", "_layout", "_global_cache", "_turns"),
 )
 
 
@@ -68,7 +69,8 @@ class BalancedSavePlanner(DefaultSavePlanner):
     Raises:
         InvalidOptionError: an option is out of range.
 
-    Thread-safety: one save at a time; ``resolve_data`` may be called from any thread. Picklable; neither state nor cache is pickled.
+    Thread-safety: one save at a time: of saves that overlap on one planner all but the newest fail. ``resolve_data`` may be called from any
+    thread. Picklable; neither state nor cache is pickled.
     """
 
     _local: LocalState
@@ -106,6 +108,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         Raises:
             DuplicateKeyError: two paths of the state have one name. StateError kinds: a container that cannot be kept.
         """
+        self._turns.begin()
         with without_gc():
             self._local = LocalState(state_dict, flattened=self.flatten_state_dict, engine=isinstance(storage_meta, EngineStorageMeta))
         self.state_dict = self._local.leaves
@@ -118,6 +121,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         Raises:
             UnsupportedTensorError: a tensor that cannot be stored. UnencodableObjectError: an object that the format cannot hold.
         """
+        self.require_own_state()
         # Taken out, and put back by finish_plan: whatever fails in between, the next save plans afresh.
         cache, self._cache = self._cache if self._reuses_plans() else None, None
         with without_gc():
@@ -172,6 +176,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         Raises:
             PlanError: the coordinator used another planner, or its answer does not belong to this save.
         """
+        self.require_own_state()
         ref = new_plan.planner_data
         reused = isinstance(new_plan, ReusedPlan)
         if not isinstance(ref, PlanRef) or (reused and (self._earlier is None or self._earlier.ref != ref)):
@@ -223,6 +228,14 @@ class BalancedSavePlanner(DefaultSavePlanner):
 
     # -- DCP's extension points -------------------------------------------------------------------------------------------
 
+    def require_own_state(self) -> None:
+        """What is held is still the state of the save that the calling thread runs. Our writer asks before and after it writes.
+
+        Raises:
+            UsageError: another save was begun with this planner meanwhile.
+        """
+        self._turns.require_newest()
+
     def lookup_object(self, index: MetadataIndex) -> Any:
         """This rank's value of a key: an object, or the local tensor of the box that begins at ``index.offset`` (``None``: its only one).
 
@@ -260,6 +273,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         self._forget()
 
     def _forget(self) -> None:
+        self._turns = SaveTurns()
         self._local = LocalState({}, flattened=False, engine=False)
         self.state_dict: dict[str, Any] = {}
         self.mappings = {}

@@ -9,6 +9,7 @@ import ctypes
 import io
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,7 +35,7 @@ from dcp_engine.storage import dtypes
 from dcp_engine.storage.dtypes import DtypeInfo
 from dcp_engine.types import EncodedObject
 
-__all__ = ["ObjectTarget", "RowValues", "TensorBytes", "TensorTarget", "held_values", "object_bytes"]
+__all__ = ["ObjectTarget", "RowValues", "TensorBytes", "TensorTarget", "held_values", "object_bytes", "own_state"]
 
 _COPIED_BYTES = 16384
 
@@ -50,6 +51,23 @@ def held_values(planner: SavePlanner) -> Iterator[object]:
         elif id(value) not in seen:
             seen.add(id(value))
             stack += value.values() if isinstance(value, Mapping) else value
+
+
+@contextmanager
+def own_state(planner: SavePlanner) -> Iterator[None]:
+    """While a planner's values are written, it must hold the state that was planned: one that tells (ours does) is asked before and after.
+
+    Raises:
+        UsageError: it was given the state of another save meanwhile.
+    """
+    require = getattr(planner, "require_own_state", None)
+    if callable(require):
+        require()
+    try:
+        yield
+    finally:  # also of a failure: what went wrong is then that the state was another one's
+        if callable(require):
+            require()
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,7 @@ class ShardWriter(StorageWriter):
         may_write = time.monotonic()
         try:
             # A staged state's buffer is free for the next save from here on, whatever keeps the staged tensors alive.
-            with staged_memory.writing(planner_values.held_values(planner)):
+            with staged_memory.writing(planner_values.held_values(planner)), planner_values.own_state(planner):
                 receipts = self._write_files(plan, planner, ticket)
         except DcpEngineError as error:
             error.rank = ticket.rank if error.rank is None else error.rank
