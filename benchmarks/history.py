@@ -71,6 +71,8 @@ def verdict(claim: Claim, values: Sequence[float]) -> str:
     if held == len(values):
         return "**holds**" if held >= RUNS else f"holds in {runs}"
     middle = statistics.median(values)
+    if not claim.reach:  # nothing is to grow: there is no share of it
+        return f"holds in {runs}; over by {middle:.3g}"
     short = middle / claim.reach - 1 if claim.at_most else 1 - middle / claim.reach
     return f"holds in {runs}" + (f"; short by {short:.0%}" if short >= 0.005 else "")
 

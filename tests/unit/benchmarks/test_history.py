@@ -42,6 +42,7 @@ def test_a_figure_holds_when_it_holds_in_three_runs_and_otherwise_the_median_say
 def test_an_upper_bound_is_short_by_what_is_too_much() -> None:
     assert verdict(Claim("size", 0.8, None, at_most=True), [0.8, 0.7, 0.8]) == "**holds**"
     assert verdict(Claim("size", 0.8, None, at_most=True), [0.88, 0.88, 0.8]) == "holds in 1 run of 3; short by 10%"
+    assert verdict(Claim("growth", 0.0, None, at_most=True), [0.0, 2.0, 3.0]) == "holds in 1 run of 3; over by 2"
 
 
 def test_the_last_three_runs_that_measured_a_figure_count() -> None:
