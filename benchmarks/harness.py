@@ -246,9 +246,12 @@ def _one_run(system: System, result: SystemResult, number: int, reserve: Reserve
         result.facts.setdefault(name, {})[number] = value
 
 
+_MAX_MEMORY_SECS = 5.0
+
+
 def _measure_memory(row: Row, case: Case, results: dict[str, SystemResult], options: Options) -> None:
-    """Once for every system that has a figure."""
-    names = [name for name, result in results.items() if result.secs]
+    """Once for every system that has a figure, but for those that would take long to run once more."""
+    names = [name for name, result in results.items() if result.secs and min(result.secs.values()) <= _MAX_MEMORY_SECS]
     try:
         peaks = in_fresh_process(_peaks, row.NAME, case.name, names, options)
     except ChildProcessError:
