@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Box", "FlatBox", "blocks_of_box", "collapse", "group_adjacent", "intersect", "range_to_boxes", "row_major_strides"]
+__all__ = [
+    "Box",
+    "FlatBox",
+    "blocks_of_box",
+    "collapse",
+    "group_adjacent",
+    "grouped_by_size",
+    "intersect",
+    "range_to_boxes",
+    "row_major_strides",
+]
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +189,25 @@ def group_adjacent(starts: Sequence[int], lengths: Sequence[int], max_bytes: int
     if first < len(starts):
         groups.append((first, len(starts)))
     return groups
+
+
+def grouped_by_size(items: Iterable[_Item], size_of: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
+    """Neighbours in groups of at most ``most`` bytes, an item that is larger by itself: a call for each of many small ones would cost more
+    than its work.
+
+    Args:
+        items: in order; taken as the groups are asked for.
+        size_of: bytes of an item.
+        most: bytes of a group.
+    """
+    group: list[_Item] = []
+    num_bytes = 0
+    for item in items:
+        size = size_of(item)
+        if group and num_bytes + size > most:
+            yield group
+            group, num_bytes = [], 0
+        group.append(item)
+        num_bytes += size
+    if group:
+        yield group

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from dcp_engine.storage import dtypes
 from dcp_engine.storage.codecs import RAW, Scratch, decode_block
 from dcp_engine.storage.digest import BlockDigest, block_digest
 from dcp_engine.storage.limits import BLOCK_BYTES
+from dcp_engine.storage.ranges import grouped_by_size
 from dcp_engine.storage.read_plan import BlockPlan, Span, plan_reads, read_budget
 from dcp_engine.storage.read_targets import Wanted, open_target
 from dcp_engine.storage.records import PipelineOptions, ReadRequest
@@ -138,7 +140,7 @@ class SpanReader:
         try:
             file = files.use(span.file)
             position = span.position
-            for group in _groups(self._prepare(span, scratch), file.piece_bytes):
+            for group in grouped_by_size(self._prepare(span, scratch), attrgetter("extent"), file.piece_bytes):
                 plan = group[0].plan
                 position = self._fill(group, file, position)
                 for job in group:
@@ -318,20 +320,6 @@ class SpanReader:
         first = int(np.searchsorted(self._manifest.block_file, span.file))
         others = job.plan.num_reads - 1
         return f"block {job.plan.block - first}" + (f" (of this tensor and {others} more requests)" if others else "")
-
-
-def _groups(jobs: Iterable[_Job], piece_bytes: int) -> Iterator[list[_Job]]:
-    """Jobs that are read by one call: small ones together up to a piece, larger ones alone."""
-    group: list[_Job] = []
-    num_bytes = 0
-    for job in jobs:
-        if group and num_bytes + job.extent > piece_bytes:
-            yield group
-            group, num_bytes = [], 0
-        group.append(job)
-        num_bytes += job.extent
-    if group:
-        yield group
 
 
 def _chunk_range(job: _Job, item: Wanted, itemsize: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from dcp_engine.storage.codec_gauge import CodecGauge
@@ -15,11 +16,12 @@ from dcp_engine.storage.envelope import FOOTER_MAGIC, header_bytes, pack_record,
 from dcp_engine.storage.footer import Footer, encode_footer
 from dcp_engine.storage.limits import BLOCK_BYTES, HEADER_BYTES, PACK_BYTES
 from dcp_engine.storage.packed_table import PackedTable
+from dcp_engine.storage.ranges import grouped_by_size
 from dcp_engine.storage.records import ChunkSource, PipelineOptions, ShardReceipt, Source
 from dcp_engine.storage.table import TableBuilder
 from dcp_engine.storage.workers import WorkerPool
 from dcp_engine.storage.write_batch import Batch, Places, write_encoded, write_raw
-from dcp_engine.storage.write_blocks import Block, batches_of, blocks_of
+from dcp_engine.storage.write_blocks import Block, blocks_of
 
 if TYPE_CHECKING:
     from dcp_engine.storage.backends.base import WriteFile
@@ -102,7 +104,10 @@ class ShardWrite:
         self._opening = threading.Lock()
         self._places = Places(HEADER_BYTES)
         batch_bytes = max(PACK_BYTES, min(_RAW_BATCH_BYTES if self._is_raw else BLOCK_BYTES, options.bytes_in_flight // 4))
-        self._batches = (Batch(index, blocks) for index, blocks in enumerate(batches_of(blocks_of(spec.sources), batch_bytes)))
+        self._batches = (
+            Batch(index, blocks)
+            for index, blocks in enumerate(grouped_by_size(blocks_of(spec.sources), attrgetter("raw_bytes"), batch_bytes))
+        )
         self._taken: deque[Batch] = deque()
         # A file without blocks has one batch without blocks, so that somebody writes its header and its footer.
         self._next: Batch | None = next(self._batches, None) or Batch(0, [])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dcp_engine.storage.backends.base import Buffer
     from dcp_engine.storage.dtypes import DtypeInfo
 
-__all__ = ["Block", "batches_of", "blocks_of"]
+__all__ = ["Block", "blocks_of"]
 
 
 class _Shared:
@@ -101,20 +101,6 @@ def _blocks_of_chunk(source: Source) -> Iterator[Block]:
     for start in range(0, source.nbytes, BLOCK_BYTES):
         stop = min(start + BLOCK_BYTES, source.nbytes)
         yield Block((source,) if start == 0 else (), source.dtype, stop - start, shared, start, stop == source.nbytes)
-
-
-def batches_of(blocks: Iterable[Block], batch_bytes: int) -> Iterator[list[Block]]:
-    """Group blocks into tasks of about ``batch_bytes``: a task for each of many small blocks would cost more than its work."""
-    batch: list[Block] = []
-    total = 0
-    for block in blocks:
-        if batch and total + block.raw_bytes > batch_bytes:
-            yield batch
-            batch, total = [], 0
-        batch.append(block)
-        total += block.raw_bytes
-    if batch:
-        yield batch
 
 
 def _loaded(source: Source) -> NDArray[np.uint8]:

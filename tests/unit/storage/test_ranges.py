@@ -10,7 +10,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dcp_engine.storage.ranges import Box, blocks_of_box, collapse, group_adjacent, intersect, range_to_boxes, row_major_strides
+from dcp_engine.storage.ranges import (
+    Box,
+    blocks_of_box,
+    collapse,
+    group_adjacent,
+    grouped_by_size,
+    intersect,
+    range_to_boxes,
+    row_major_strides,
+)
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -149,3 +158,8 @@ def test_groups_hold_adjacent_ranges_up_to_the_bound(gaps_and_lengths: list[tupl
         adjacent = starts[last] == starts[last - 1] + lengths[last - 1]
         assert not adjacent or sum(lengths[first:last]) + lengths[last] > max_bytes
         assert end > last
+
+
+def test_small_neighbours_are_grouped_up_to_the_bound_and_large_ones_stay_alone() -> None:
+    assert list(grouped_by_size([3, 4, 5, 20, 1, 9, 1], int, 10)) == [[3, 4], [5], [20], [1, 9], [1]]
+    assert list(grouped_by_size([], int, 10)) == []
