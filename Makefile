@@ -54,7 +54,7 @@ $(VENV)/.peers: $(STAMP)
 	$(PIP) -c constraints.txt --no-build-isolation -e '.[bench]' || echo "Not all peers could be installed: the rows say which." >&2
 	@touch $@
 
-bench: $(VENV)/.peers  ## the engine beside its peers, about a quarter of an hour; tables and pictures go to benchmarks/README.md
+bench: $(VENV)/.peers  ## the engine beside its peers, some twenty minutes; tables and pictures go to benchmarks/README.md
 	$(BIN)/python -m benchmarks --readme
 
 clean:  ## remove what builds and tests leave behind; .venv stays
