@@ -79,15 +79,7 @@ def pipeline_options(
         raise InvalidOptionError("level is out of range", expected="an int from 1 to 22", found=repr(level))
     if not isinstance(verify, bool):
         raise InvalidOptionError("verify is not a bool", expected="True or False", found=repr(verify))
-    if size_target is not None:
-        if isinstance(size_target, bool) or not isinstance(size_target, (int, float)) or not 0 <= size_target <= 1:
-            raise InvalidOptionError("size_target is no share", expected="None or a number from 0 to 1", found=repr(size_target))
-        if codec != "auto":
-            raise InvalidOptionError(
-                "size_target leaves the choice to the writer, and codec takes it away",
-                expected='size_target with codec="auto"',
-                found=f"codec={codec!r}",
-            )
+    _check_size_target(size_target, codec)
     _check_cap(max_bytes_per_sec)
     return PipelineOptions(
         threads=threads,
@@ -98,6 +90,19 @@ def pipeline_options(
         size_target=size_target,
         max_bytes_per_sec=max_bytes_per_sec,
     )
+
+
+def _check_size_target(size_target: float | None, codec: str) -> None:
+    if size_target is None:
+        return
+    if isinstance(size_target, bool) or not isinstance(size_target, (int, float)) or not 0 <= size_target <= 1:
+        raise InvalidOptionError("size_target is no share", expected="None or a number from 0 to 1", found=repr(size_target))
+    if codec != "auto":
+        raise InvalidOptionError(
+            "size_target leaves the choice to the writer, and codec takes it away",
+            expected='size_target with codec="auto"',
+            found=f"codec={codec!r}",
+        )
 
 
 def _check_cap(max_bytes_per_sec: float | None) -> None:
