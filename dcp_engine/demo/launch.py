@@ -42,7 +42,7 @@ class Launched:
         try:
             self._process.wait(timeout=self._stop_secs)
         except subprocess.TimeoutExpired:
-            pass
+            pass  # it does not listen: killed below
         finally:
             # Also when a second Ctrl-C ends the waiting.
             if self._process.poll() is None:
