@@ -341,8 +341,10 @@ def test_closing_while_copying_leaves_the_staged_state_whole() -> None:
 def test_a_stager_that_is_dropped_gives_its_pinned_memory_back() -> None:
     for _ in range(20):  # memory at the same addresses: what stayed registered could not be registered again
         stager = DoubleBufferStager()
-        stager.release(staged_by(stager, {"w": torch.ones(LARGE, device="cuda")}))
-        del stager
+        staged = staged_by(stager, {"w": torch.ones(LARGE, device="cuda")})
+        assert staged["w"].sum().item() == LARGE
+        stager.release(staged)
+        del staged, stager
         gc.collect()
 
 
