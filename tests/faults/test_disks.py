@@ -204,7 +204,10 @@ def test_a_disk_that_fills_at_any_page_fails_the_save_and_nothing_else(ranks: Ra
 
 def test_a_limit_on_files_fails_the_save_and_nothing_else(ranks: RankPool, tmp_path: Path) -> None:
     (outcomes,) = ranks.run(1, limit_files, str(tmp_path))
-    assert outcomes == [("storage_full", "model-00000.shard")] * 3 + [("storage_full", "MANIFEST")]
+    # Workers write the files of a rank side by side: where the limit stops both, either may be the first to fail.
+    assert [kind for kind, _ in outcomes] == ["storage_full"] * 4
+    assert {file for _, file in outcomes[:2]} <= {"model-00000.shard", "optimizer-00000.shard"}
+    assert [file for _, file in outcomes[2:]] == ["model-00000.shard", "MANIFEST"]
 
 
 # -- the same step again -------------------------------------------------------------------------------------------------
