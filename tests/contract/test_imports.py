@@ -161,3 +161,56 @@ def test_the_rules_see_what_they_forbid() -> None:
     module = ast.parse("import pickle\nfrom torch._C import x\nfrom torch.a import _b\nimport_module('dill')\ntorch._C.f()\n")
     assert [what for _, what in imports(module)] == ["pickle", "torch._C.x", "torch.a._b", "dill"]
     assert [private(what) for what in ("torch._C.x", "torch.a._b", "torch.a.b", "torch.__version__")] == [True, True, False, False]
+
+
+SYSTEM_CALLS = {
+    *(
+        "open",
+        "close",
+        "read",
+        "write",
+        "pread",
+        "pwrite",
+        "preadv",
+        "pwritev",
+        "readv",
+        "writev",
+        "sendfile",
+        "fsync",
+        "fdatasync",
+        "sync",
+    ),
+    *(
+        "truncate",
+        "ftruncate",
+        "stat",
+        "lstat",
+        "fstat",
+        "access",
+        "listdir",
+        "scandir",
+        "walk",
+        "mkdir",
+        "makedirs",
+        "rmdir",
+        "removedirs",
+    ),
+    *("unlink", "remove", "rename", "renames", "replace", "link", "symlink", "readlink", "utime", "chmod", "chown"),
+    *("path.exists", "path.lexists", "path.isdir", "path.isfile", "path.islink", "path.getsize", "path.getmtime"),
+}
+"""Of ``os``: what touches files. ``path.realpath`` and ``path.ismount`` resolve names that the user gave, before anything is saved."""
+
+OWN_FILES = {"storage/backends/calls.py", "storage/backends/linux.py", "storage/backends/spool.py"}
+"""The layer itself, and the spool of objects on their way to a remote storage, which has no name and is no part of a checkpoint."""
+
+
+def test_storage_calls_the_system_in_one_place() -> None:
+    found = [
+        f"{name(path)}:{node.lineno}: {dotted(node.func)}"
+        for path in MODULES
+        if name(path).startswith("storage/") and name(path) not in OWN_FILES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+        and (dotted(node.func) in {f"os.{call}" for call in SYSTEM_CALLS} or dotted(node.func).startswith(("shutil.", "tempfile.")))
+    ]
+    assert found == []
