@@ -15,6 +15,7 @@ from typing import Any
 from dcp_engine.errors import (
     CheckpointExistsError,
     CommitStateUnknownError,
+    ConcurrentCommitError,
     CorruptCheckpointError,
     DcpEngineError,
     StorageError,
@@ -25,6 +26,7 @@ from dcp_engine.storage.attempts import (
     MANIFEST_NAME,
     MARKER_NAME,
     AttemptRef,
+    Fence,
     changed_meanwhile,
     check_replaceable,
     check_reported,
@@ -39,6 +41,7 @@ from dcp_engine.storage.attempts import (
 from dcp_engine.storage.backends import Location
 from dcp_engine.storage.backends.remote import RemoteDirectory
 from dcp_engine.storage.envelope import is_nonce
+from dcp_engine.storage.tombstones import RETIRED
 
 __all__ = ["PROBE_NAME", "RemotePublisher"]
 
@@ -59,10 +62,18 @@ class RemotePublisher:
         storage_options: keyword arguments of the fsspec file system.
     """
 
-    def __init__(self, location: Location, *, storage_options: Mapping[str, Any] | None = None, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        location: Location,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        fence: Fence | None = None,
+    ) -> None:
         self._target = location.path
         self._storage_options = dict(storage_options or {})
         self._overwrite = overwrite
+        self._fence = fence
         self._uncertain: set[str] = set()
 
     @property
@@ -83,6 +94,8 @@ class RemotePublisher:
                 "would not notice each other; make sure that only one does",
                 self._target,
             )
+        if self._fence is not None:
+            self._fence.check()
         return AttemptRef(nonce=nonce, target=self._target, attempt=attempt.path, remote=True, replaces=replaces)
 
     def attempt(self, ref: AttemptRef) -> RemoteDirectory:
@@ -101,7 +114,14 @@ class RemotePublisher:
         _check_files(attempt, files)
         write_whole(attempt, MANIFEST_NAME, manifest)
         replaced = self._check_replaced(directory, ref)
-        self._publish(directory, ref, marker_of(ref.nonce, ref.nonce, manifest))
+        if self._fence is not None:
+            self._fence.check()
+        try:
+            self._publish(directory, ref, marker_of(ref.nonce, ref.nonce, manifest))
+        except ConcurrentCommitError:
+            if self._fence is not None:
+                self._fence.check()  # a newer epoch revoked this attempt: that says more
+            raise
         for place, name in replaced:
             try:
                 place.remove(name)
@@ -144,7 +164,7 @@ class RemotePublisher:
         if nonce is None and not names:
             return None
         # A listing may be late: what COMPLETE says is there, is there.
-        check_replaceable(self._target, names or [MARKER_NAME], strangers, overwrite=self._overwrite)
+        check_replaceable(self._target, names or [MARKER_NAME], strangers, overwrite=self._overwrite or nonce == RETIRED)
         return nonce or _INCOMPLETE
 
     def _check_replaced(self, directory: RemoteDirectory, ref: AttemptRef) -> list[tuple[RemoteDirectory, str]]:

@@ -35,6 +35,7 @@ from dcp_engine.errors import (
 )
 from dcp_engine.objects import decode_object, encode_object
 from dcp_engine.storage import dcp_records, planner_values
+from dcp_engine.storage.attempts import Fence
 from dcp_engine.storage.backends import is_supported_path, locate
 from dcp_engine.storage.dcp_metadata import ManifestIndex
 from dcp_engine.storage.limits import MAX_STEP, MAX_TEXT_BYTES
@@ -86,6 +87,8 @@ class ShardWriter(StorageWriter):
         components: glob pattern of keys -> component, before the well-known names; see :class:`dcp_engine.components.ComponentMap`.
         process_group: the group that ``dcp.save`` uses; checked against the plan. Not pickled.
         storage_options: keyword arguments of the fsspec file system of a URL.
+        fence: asked on the coordinator right after the attempt is made and right before it is published: an
+            :class:`~dcp_engine.storage.epochs.EpochClaim`, or anything with its ``check()``. What that raises ends the save.
 
     Attributes:
         phases: where the time of the last save went on this rank; None until its files are written.
@@ -114,6 +117,7 @@ class ShardWriter(StorageWriter):
         components: Mapping[str, str] | None = None,
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        fence: Fence | None = None,
     ) -> None:
         super().__init__()
         self._options = pipeline_options(
@@ -142,6 +146,9 @@ class ShardWriter(StorageWriter):
         self._user_metadata = cast("dict[str, Any]", decode_object(encode_object(dict(metadata or {}), key="metadata"), key="metadata"))
         self._process_group = process_group
         self._storage_options = dict(storage_options or {})
+        if fence is not None and not callable(getattr(fence, "check", None)):
+            raise InvalidOptionError("fence cannot be asked", expected="None or an object with check()", found=repr(fence)[:300])
+        self._fence = fence
         self._path: str | None = None if path is None else locate(path).path
         self._rank = 0
         self._token = ""
@@ -322,7 +329,7 @@ class ShardWriter(StorageWriter):
 
     def _publisher(self) -> Publisher:
         assert self._path is not None
-        return open_publisher(self._path, storage_options=self._storage_options, overwrite=self._overwrite)
+        return open_publisher(self._path, storage_options=self._storage_options, overwrite=self._overwrite, fence=self._fence)
 
     def _step_of_path(self) -> int | None:
         if self._step is not None or self._path is None:
