@@ -226,6 +226,7 @@ class RunRoot:
 
         The hold is not ``locked`` on object stores, on file systems without locks, and where there is no such step.
         """
+        self.path_of(step)
         return self._store.hold(step)
 
     # -- what goes ------------------------------------------------------------------------------------------------------
