@@ -19,6 +19,7 @@ from dcp_engine.errors import (
     LimitExceededError,
     MissingFileError,
     RetiredError,
+    StorageError,
     TruncatedFileError,
 )
 from dcp_engine.storage.attempts import MANIFEST_NAME, MARKER_NAME, AttemptRef, Fence, Publisher, is_own_file, listing, read_marker
@@ -195,7 +196,12 @@ def _require_no_object(directory: Directory) -> None:
 
 def _what_is_there(directory: Directory, error: MissingFileError) -> DcpEngineError:
     """The error for a directory without COMPLETE."""
-    names = directory.names()
+    try:
+        names = directory.names()
+    except StorageError as failure:
+        if failure.errno not in _GONE:
+            raise
+        names = []  # retired meanwhile
     steps = [name for name in names if parse_step_name(name) is not None]
     own = [name for name in names if is_own_file(name) or is_nonce(name)]
     if MARKER_NAME in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -29,6 +30,7 @@ from dcp_engine.errors import (
     PlanError,
     RankDisagreementError,
     RankFailedError,
+    StorageError,
     UnsupportedModeError,
     UsageError,
     can_travel,
@@ -87,8 +89,8 @@ class ShardWriter(StorageWriter):
         components: glob pattern of keys -> component, before the well-known names; see :class:`dcp_engine.components.ComponentMap`.
         process_group: the group that ``dcp.save`` uses; checked against the plan. Not pickled.
         storage_options: keyword arguments of the fsspec file system of a URL.
-        fence: asked on the coordinator right after the attempt is made and right before it is published: an
-            :class:`~dcp_engine.storage.epochs.EpochClaim`, or anything with its ``check()``. What that raises ends the save.
+        fence: asked on the coordinator right after the attempt is made and right before it is published, and on any rank whose files
+            went away: an :class:`~dcp_engine.storage.epochs.EpochClaim`, or anything with its ``check()``. What that raises ends the save.
 
     Attributes:
         phases: where the time of the last save went on this rank; None until its files are written.
@@ -248,10 +250,13 @@ class ShardWriter(StorageWriter):
             # A staged state's buffer is free for the next save from here on, whatever keeps the staged tensors alive.
             with staged_memory.writing(planner_values.held_values(planner)), planner_values.own_state(planner):
                 receipts = self._write_files(plan, planner, ticket)
-        except DcpEngineError as error:
+        except DcpEngineError as failure:
+            error = self._reason(failure)
             error.rank = ticket.rank if error.rank is None else error.rank
             self._add_place(error)
-            raise
+            if error is failure:
+                raise
+            raise error from failure
         except Exception as error:
             if can_travel(error):
                 raise
@@ -322,6 +327,16 @@ class ShardWriter(StorageWriter):
             publisher, attempt = self._attempt
             self._attempt = None
             publisher.abort(attempt)
+
+    def _reason(self, failure: DcpEngineError) -> DcpEngineError:
+        """Why this rank could not write: where the attempt went away, it is the fence that knows."""
+        gone = isinstance(failure, RankDisagreementError) or (isinstance(failure, StorageError) and failure.errno == errno.ENOENT)
+        if gone and self._fence is not None:
+            try:
+                self._fence.check()
+            except DcpEngineError as error:
+                return error
+        return failure
 
     def _add_place(self, error: DcpEngineError) -> None:
         error.path = self._path if error.path is None else error.path

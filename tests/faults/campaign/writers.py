@@ -10,14 +10,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from faults.campaign.outcome import Outcome
-from faults.campaign.writers_world import Actor, BrokenPromise, World
+from faults.campaign.writers_world import Actor, BrokenPromise, Moment, World
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from support.roots import save_step
 from torch.distributed.checkpoint import CheckpointException
 
@@ -47,13 +48,14 @@ PROMISE = (
 _QUICK, _FULL = 120, 4_000
 _NUM_RULES = 25
 _STRANGERS = ("step-7.tmp", "step-007", "notes", ".trash-1", ".tmp-notes-" + "0" * 32)
-_HOUR_SECS = 3600.0
 
 ACTORS = st.sampled_from([0, 1])
 STEPS = st.integers(1, 5)
-TURNS = st.one_of(st.none(), st.integers(0, 40))
-"""Before which call on names something else happens; None: nothing does."""
-OTHERS = st.sampled_from(["claim", "save", "prune", "retire", "clean", "read"])
+CALLS = st.sampled_from(["rename", "rename", "flock", "mkdir", "open", "listdir", "lstat"])
+MOMENTS = st.one_of(st.tuples(st.just(""), st.integers(0, 40)), st.tuples(CALLS, st.integers(0, 2)))
+"""Before which call something else happens: the name of the call, or nothing for any, and how many of them come first."""
+TURNS = st.one_of(st.none(), MOMENTS)
+OTHERS = st.sampled_from(["claim", "claim", "claim", "save", "prune", "retire", "clean", "read"])
 
 
 class Writers(RuleBasedStateMachine):
@@ -74,32 +76,39 @@ class Writers(RuleBasedStateMachine):
             (Path(self.place) / name / "COMPLETE").write_text(name)
         os.symlink("notes", os.path.join(self.place, "step-00000009"))
 
+    @initialize(steps=st.integers(0, 3))
+    def begin(self, steps: int) -> None:
+        """Some steps are there, and the first actor goes on with them."""
+        for step in range(1, steps + 1):
+            self._with(0, None, "", partial(self._save, 0, step))
+
     # -- what actors do -------------------------------------------------------------------------------------------------
 
     @rule(actor=ACTORS, turn=TURNS, other=OTHERS)
-    def claim(self, actor: int, turn: int | None, other: str) -> None:
+    def claim(self, actor: int, turn: Moment | None, other: str) -> None:
         self._with(actor, turn, other, lambda: self._claim(actor))
 
     @rule(actor=ACTORS, step=STEPS, turn=TURNS, other=OTHERS)
-    def save(self, actor: int, step: int, turn: int | None, other: str) -> None:
+    def save(self, actor: int, step: int, turn: Moment | None, other: str) -> None:
         self._with(actor, turn, other, lambda: self._save(actor, step))
 
-    @rule(actor=ACTORS, step=STEPS, turn=st.integers(0, 40), other=OTHERS, late=st.integers(0, 40))
-    def save_and_die(self, actor: int, step: int, turn: int, other: str, late: int) -> None:
-        self.world.die_before = turn
-        self._with(actor, late if late < turn else None, other, lambda: self._save(actor, step))
+    @rule(actor=ACTORS, step=STEPS, death=MOMENTS, turn=TURNS, other=OTHERS)
+    def save_and_die(self, actor: int, step: int, death: Moment, turn: Moment | None, other: str) -> None:
+        self.world.die_before = death
+        self._with(actor, turn, other, lambda: self._save(actor, step))
         self.actors[actor].epoch, self.claims[actor] = 0, None
 
     @rule(actor=ACTORS, keep=st.integers(1, 2), turn=TURNS, other=OTHERS)
-    def prune(self, actor: int, keep: int, turn: int | None, other: str) -> None:
+    def prune(self, actor: int, keep: int, turn: Moment | None, other: str) -> None:
         self._with(actor, turn, other, lambda: self._prune(actor, keep))
 
     @rule(actor=ACTORS, step=STEPS, turn=TURNS, other=OTHERS)
-    def retire(self, actor: int, step: int, turn: int | None, other: str) -> None:
+    def retire(self, actor: int, step: int, turn: Moment | None, other: str) -> None:
         self._with(actor, turn, other, lambda: self._retire(actor, step))
 
-    @rule(actor=ACTORS, turn=TURNS, other=OTHERS)
-    def clean(self, actor: int, turn: int | None, other: str) -> None:
+    @rule(actor=ACTORS, later_secs=st.sampled_from([0.0, 3700.0]), turn=TURNS, other=OTHERS)
+    def clean(self, actor: int, later_secs: float, turn: Moment | None, other: str) -> None:
+        self.world.now += later_secs
         self._with(actor, turn, other, lambda: self._clean(actor))
 
     @rule(actor=ACTORS)
@@ -159,7 +168,7 @@ class Writers(RuleBasedStateMachine):
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
-    def _with(self, actor: int, turn: int | None, other: str, action: Callable[[], None]) -> None:
+    def _with(self, actor: int, turn: Moment | None, other: str, action: Callable[[], None]) -> None:
         """An action, with a turn of the other actor in the middle of it."""
         world = self.world
         if turn is not None and other:
@@ -190,14 +199,20 @@ class Writers(RuleBasedStateMachine):
             self.world.claimed = max(self.world.claimed, claim[0].epoch)
             self.world.counts["claims"] += 1
 
+    def _claimed(self, actor: int) -> EpochClaim | None:
+        """The claim of an actor, which makes one if it has none yet; None if that is overtaken at once."""
+        if self.claims[actor] is None:
+            self._claim(actor)
+        return self.claims[actor]
+
     def _save(self, actor: int, step: int) -> None:
-        claim = self.claims[actor]
+        claim = self._claimed(actor)
         if claim is not None:
             self.world.counts["saves"] += 1
             self._allowed(actor, lambda: save_step(self.root, step, claim), CheckpointExistsError)
 
     def _prune(self, actor: int, keep: int) -> None:
-        claim = self.claims[actor]
+        claim = self._claimed(actor)
         if claim is not None:
             self._allowed(actor, lambda: self._count(self.root.prune(keep, claim).in_use))
 
@@ -205,13 +220,13 @@ class Writers(RuleBasedStateMachine):
         self.world.counts["kept for a reader"] += len(in_use)
 
     def _retire(self, actor: int, step: int) -> None:
-        claim = self.claims[actor]
+        claim = self._claimed(actor)
         if claim is not None:
             harmless = (StepInUseError, CheckpointNotFoundError, InvalidOptionError)
             self._allowed(actor, lambda: self.root.retire(step, claim), *harmless)
 
     def _clean(self, actor: int) -> None:
-        claim = self.claims[actor]
+        claim = self._claimed(actor)
         if claim is not None:
             self._allowed(actor, lambda: self.world.counts.update({"cleaned": len(self.root.clean(claim))}))
 

@@ -12,10 +12,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from dcp_engine.storage.backends.calls import SystemCalls
 
-__all__ = ["Actor", "BrokenPromise", "Killed", "World"]
+__all__ = ["Actor", "BrokenPromise", "Killed", "Moment", "World"]
+
+Moment: TypeAlias = tuple[str, int]
+"""Before a call of a name, or before any if that is empty; and how many of them come first."""
 
 _STEP = re.compile(r"step-([0-9]{8})")
 _REMOVABLE = re.compile(r"(\.trash-[0-9a-f]{32}|\.tmp-step-[0-9]{8}-[0-9a-f]{32})(/.*)?")
@@ -53,8 +57,8 @@ class World(SystemCalls):
         claimed: the highest epoch whose claim has returned.
         published: epoch under which each step that is visible was published.
         held: steps that somebody reads, once for each reader.
-        slip: another actor's turn, and before which call on names it comes.
-        die_before: the call on names that the acting process does not live to make.
+        slip: another actor's turn, and when it comes.
+        die_before: what the acting process does not live to call.
         counts: what has happened.
     """
 
@@ -63,8 +67,8 @@ class World(SystemCalls):
     claimed: int = 0
     published: dict[int, int] = field(default_factory=dict)
     held: Counter[int] = field(default_factory=Counter)
-    slip: tuple[int, Callable[[], None]] | None = None
-    die_before: int | None = None
+    slip: tuple[Moment, Callable[[], None]] | None = None
+    die_before: Moment | None = None
     counts: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
     _actors: list[Actor] = field(default_factory=list)
@@ -101,7 +105,7 @@ class World(SystemCalls):
         if self.broken:
             raise BrokenPromise("; ".join(self.broken))
 
-    def _turn(self) -> None:
+    def _turn(self, call: str) -> None:
         """Before each call on names of the acting thread."""
         if self._dead:
             raise Killed
@@ -109,25 +113,25 @@ class World(SystemCalls):
             return
         self.now += 0.001
         if self.die_before is not None:
-            self.die_before -= 1
-            if self.die_before < 0:
+            self.die_before, due = _after(self.die_before, call)
+            if due:
                 self.die_before, self._dead = None, True
                 raise Killed
         if self.slip is not None:
-            left, action = self.slip
-            if left > 0:
-                self.slip = (left - 1, action)
-            else:
-                # Its own calls are made in peace, and whatever else was to come, comes after it.
-                self.slip, die, self.die_before = None, self.die_before, None
+            moment, action = self.slip
+            moment, due = _after(moment, call)
+            self.slip = (moment, action)
+            if due:
+                # Its own calls are made in peace.
+                self.slip, death, self.die_before = None, self.die_before, None
                 self.counts["interleaved"] += 1
                 action()
-                self.die_before = die
+                self.die_before = death
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def open(self, path: str, flags: int, mode: int = 0o777) -> int:
-        self._turn()
+        self._turn("open")
         new = bool(flags & os.O_CREAT)
         if new:
             self._check_path(path, _MADE)
@@ -142,38 +146,38 @@ class World(SystemCalls):
         return super().pwritev(fd, views, position)
 
     def fsync(self, fd: int) -> None:
-        self._turn()  # and no more: no power is lost here
+        self._turn("fsync")  # and no more: no power is lost here
 
     def flock(self, fd: int, operation: int) -> None:
-        self._turn()
+        self._turn("flock")
         super().flock(fd, operation)
 
     def listdir(self, path: str) -> list[str]:
-        self._turn()
+        self._turn("listdir")
         return super().listdir(path)
 
     def lstat(self, path: str) -> os.stat_result:
-        self._turn()
+        self._turn("lstat")
         return self._dated(super().lstat(path))
 
     def mkdir(self, path: str, mode: int = 0o777) -> None:
-        self._turn()
+        self._turn("mkdir")
         self._check_path(path, _MADE)
         super().mkdir(path, mode)
         self._date(path)
 
     def rmdir(self, path: str) -> None:
-        self._turn()
+        self._turn("rmdir")
         self._check_path(path, _REMOVABLE)
         super().rmdir(path)
 
     def unlink(self, path: str) -> None:
-        self._turn()
+        self._turn("unlink")
         self._check_path(path, _REMOVABLE)
         super().unlink(path)
 
     def rename(self, source: str, target: str) -> None:
-        self._turn()
+        self._turn("rename")
         super().rename(source, target)
         self._date(target)
         origin, goal = self._step(source), self._step(target)
@@ -185,7 +189,7 @@ class World(SystemCalls):
             self._check_path(source, _REMOVABLE)
 
     def exchange(self, one: str, other: str) -> bool:
-        self._turn()
+        self._turn("exchange")
         self.fail(f"{self._who()} replaced {os.path.basename(other)}, which nobody asked for")
         return super().exchange(one, other)
 
@@ -232,3 +236,11 @@ class World(SystemCalls):
         values = list(found)
         values[7] = values[8] = values[9] = int(self._dates.get(found.st_ino, self.now))
         return os.stat_result(values)
+
+
+def _after(moment: Moment, call: str) -> tuple[Moment, bool]:
+    """What is left of a moment after one more call, and whether it has come."""
+    name, left = moment
+    if name and name != call:
+        return moment, False
+    return (name, left - 1), left == 0
