@@ -22,8 +22,9 @@ from dcp_engine.errors import (
 )
 from dcp_engine.storage.attempts import MANIFEST_NAME, MARKER_NAME, AttemptRef, Publisher, is_own_file, listing, read_marker
 from dcp_engine.storage.backends import Directory, Location, locate, resolve
+from dcp_engine.storage.backends.calls import system
+from dcp_engine.storage.backends.directories import file_kind, name_exists
 from dcp_engine.storage.backends.failures import storage_failure
-from dcp_engine.storage.backends.local import file_kind
 from dcp_engine.storage.envelope import Marker, is_nonce
 from dcp_engine.storage.limits import MAX_RECORD_STORED_BYTES, RECORD_BYTES
 from dcp_engine.storage.publish_posix import PosixPublisher
@@ -143,11 +144,11 @@ def attach_checkpoint(
 def _require_directory(path: str) -> None:
     """Says what is at a local path, where it is no directory. A symbolic link to one is as good."""
     try:
-        mode = os.stat(path).st_mode
+        mode = system().stat(path).st_mode
     except OSError as error:
         if error.errno not in _GONE:
             raise storage_failure(error, "look at the checkpoint", path=path) from error
-        found = "a symbolic link to nothing" if os.path.islink(path) else "nothing"
+        found = "a symbolic link to nothing" if name_exists(path) else "nothing"
         raise CheckpointNotFoundError("there is no checkpoint", path=path, found=found, remedy="check the path") from error
     if not stat.S_ISDIR(mode):
         raise CheckpointNotFoundError(
@@ -208,7 +209,7 @@ def _data_directory(location: Location, marker: Marker, storage_options: Mapping
     place = location.child(marker.data)
     if not place.remote:
         try:
-            mode = os.lstat(place.path).st_mode
+            mode = system().lstat(place.path).st_mode
         except FileNotFoundError:
             mode = None
         except OSError as error:

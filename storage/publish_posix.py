@@ -42,9 +42,18 @@ from dcp_engine.storage.attempts import (
     write_whole,
 )
 from dcp_engine.storage.backends import Location
+from dcp_engine.storage.backends.calls import system
+from dcp_engine.storage.backends.directories import (
+    file_kind,
+    flush_directory,
+    is_directory,
+    is_mount_point,
+    make_directories,
+    name_exists,
+    remove_tree,
+)
 from dcp_engine.storage.backends.failures import PERMISSION_ERRNOS, storage_failure
-from dcp_engine.storage.backends.linux import exchange
-from dcp_engine.storage.backends.local import LocalDirectory, file_kind, flush_directory, is_mount_point, make_directories, remove_tree
+from dcp_engine.storage.backends.local import LocalDirectory
 from dcp_engine.storage.envelope import is_nonce
 
 __all__ = ["PosixPublisher"]
@@ -102,14 +111,14 @@ class PosixPublisher:
         nonce = new_nonce()
         attempt = os.path.join(self._parent, _attempt_name(self._name, nonce))
         try:
-            os.mkdir(attempt, 0o777)
+            system().mkdir(attempt, 0o777)
         except OSError as error:
             raise storage_failure(error, "create the attempt directory", path=attempt) from error
         try:
             flush_directory(self._parent)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.rmdir(attempt)
+                system().rmdir(attempt)
             raise storage_failure(error, "flush the directory", path=self._parent) from error
         return AttemptRef(nonce=nonce, target=self._target, attempt=attempt, remote=False, replaces=replaces)
 
@@ -117,7 +126,7 @@ class PosixPublisher:
         """The attempt directory, waited for a moment."""
         check_same_target(self._target, ref)
         deadline = time.monotonic() + _VISIBILITY_SECS
-        while not os.path.isdir(ref.attempt):
+        while not is_directory(ref.attempt):
             if time.monotonic() >= deadline:
                 raise RankDisagreementError(
                     "this rank does not see the directory that the coordinator created",
@@ -127,7 +136,7 @@ class PosixPublisher:
                 )
             time.sleep(_POLL_SECS)
             with contextlib.suppress(OSError):
-                os.listdir(self._parent)  # makes a network file system ask its server again
+                system().listdir(self._parent)  # makes a network file system ask its server again
         return LocalDirectory(ref.attempt)
 
     def seal(self, ref: AttemptRef) -> None:
@@ -179,8 +188,8 @@ class PosixPublisher:
     def _inspect_target(self) -> str | None:
         """What a commit will replace (see ``AttemptRef.replaces``). Raises if there is something that it must not."""
         try:
-            mode = os.lstat(self._target).st_mode
-            names = sorted(os.listdir(self._target)) if stat.S_ISDIR(mode) else []
+            mode = system().lstat(self._target).st_mode
+            names = sorted(system().listdir(self._target)) if stat.S_ISDIR(mode) else []
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -210,24 +219,24 @@ class PosixPublisher:
         trash = os.path.join(self._parent, f".trash-{uuid.uuid4().hex}")
         try:
             if ref.replaces is None:
-                os.rename(ref.attempt, self._target)
+                system().rename(ref.attempt, self._target)
                 return None
-            if exchange(ref.attempt, self._target):
+            if system().exchange(ref.attempt, self._target):
                 self._check_exchanged(ref, ref.replaces)
             else:
                 self._rename_twice(ref, trash)
         except OSError as error:
             self._look(ref, error)
         with contextlib.suppress(OSError):
-            os.rename(ref.attempt, trash)  # an exchange has left the old one here
-        return next((place for place in (trash, ref.attempt) if os.path.lexists(place)), None)
+            system().rename(ref.attempt, trash)  # an exchange has left the old one here
+        return next((place for place in (trash, ref.attempt) if name_exists(place)), None)
 
     def _check_exchanged(self, ref: AttemptRef, replaces: str) -> None:
         """Takes back an exchange that hit a checkpoint which came after the look at the target: nobody asked to replace that."""
         out = _nonce_or_error(ref.attempt)
         if not isinstance(out, str) or out == replaces:
             return
-        if not exchange(ref.attempt, self._target):
+        if not system().exchange(ref.attempt, self._target):
             self._uncertain.add(ref.nonce)
             raise CommitStateUnknownError(
                 "a checkpoint that was not to be replaced could not be put back",
@@ -239,14 +248,14 @@ class PosixPublisher:
 
     def _rename_twice(self, ref: AttemptRef, trash: str) -> None:
         """Retires the old checkpoint, then gives its name to the new one; puts the old one back if that fails."""
-        os.rename(self._target, trash)
+        system().rename(self._target, trash)
         try:
-            os.rename(ref.attempt, self._target)
+            system().rename(ref.attempt, self._target)
         except OSError as error:
-            if os.path.lexists(self._target):
+            if name_exists(self._target):
                 raise
             try:
-                os.rename(trash, self._target)
+                system().rename(trash, self._target)
             except OSError as second:
                 self._uncertain.add(ref.nonce)
                 raise CommitStateUnknownError(
@@ -295,9 +304,9 @@ def _attempt_name(name: str, nonce: str) -> str:
 def _is_own_entry(path: str, name: str) -> bool:
     """Whether an entry is part of a checkpoint: a file of it, or the directory of one that was copied from an object store."""
     place = os.path.join(path, name)
-    mode = os.lstat(place).st_mode
+    mode = system().lstat(place).st_mode
     if stat.S_ISDIR(mode) and is_nonce(name):
-        return all(_is_own_entry(place, inner) and not is_nonce(inner) for inner in os.listdir(place))
+        return all(_is_own_entry(place, inner) and not is_nonce(inner) for inner in system().listdir(place))
     return stat.S_ISREG(mode) and is_own_file(name)
 
 
@@ -311,7 +320,7 @@ def _nonce_or_error(path: str) -> str | DcpEngineError | None:
 def _describe(path: str) -> str:
     """What is at a path, in words."""
     try:
-        mode = os.lstat(path).st_mode
-        return listing(sorted(os.listdir(path))) if stat.S_ISDIR(mode) else file_kind(mode)
+        mode = system().lstat(path).st_mode
+        return listing(sorted(system().listdir(path))) if stat.S_ISDIR(mode) else file_kind(mode)
     except OSError as error:
         return f"nothing that can be looked at ({error.strerror})"

@@ -13,6 +13,7 @@ from typing import Any
 from dcp_engine.errors import CorruptCheckpointError, InvalidOptionError, MissingFileError, StorageError, UnsupportedVersionError
 from dcp_engine.storage.attempts import read_marker
 from dcp_engine.storage.backends import locate, resolve
+from dcp_engine.storage.backends.calls import system
 from dcp_engine.storage.backends.failures import storage_failure
 from dcp_engine.storage.limits import MAX_STEP
 
@@ -86,7 +87,7 @@ def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[st
 
 def _is_directory(path: str) -> bool:
     try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
+        return stat.S_ISDIR(system().lstat(path).st_mode)
     except FileNotFoundError:
         return False  # retired meanwhile
     except OSError as error:

@@ -12,21 +12,12 @@ from time import perf_counter
 
 from dcp_engine.errors import LimitExceededError, MissingFileError, StorageError, TruncatedFileError
 from dcp_engine.storage.backends.base import Buffer
+from dcp_engine.storage.backends.calls import system
+from dcp_engine.storage.backends.directories import file_kind
 from dcp_engine.storage.backends.failures import storage_failure
-from dcp_engine.storage.backends.linux import await_writeback, start_writeback
 from dcp_engine.storage.backends.locations import check_name
 
-__all__ = [
-    "LocalDirectory",
-    "LocalReadFile",
-    "LocalWriteFile",
-    "file_kind",
-    "flush_directory",
-    "is_mount_point",
-    "make_directories",
-    "next_piece_bytes",
-    "remove_tree",
-]
+__all__ = ["LocalDirectory", "LocalReadFile", "LocalWriteFile", "next_piece_bytes"]
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, a FIFO planted under the name of a shard would block the open for ever.
@@ -40,15 +31,6 @@ _COLD_PIECE_BYTES = 8 * 2**20
 # Memory gives a core more than 3 GB/s, and a device that is faster than this needs no help.
 _COLD_BYTES_PER_SEC = 1e9
 _WARM_BYTES_PER_SEC = 2e9
-# Some file systems (FUSE, CIFS) have no flush for directories and say so: there, a name is as durable as it gets.
-_NO_DIRECTORY_FLUSH = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
-_KINDS = (
-    (stat.S_ISREG, "a file"),
-    (stat.S_ISDIR, "a directory"),
-    (stat.S_ISLNK, "a symbolic link"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-)
 
 
 def next_piece_bytes(piece_bytes: int, num_bytes: int, secs: float) -> int:
@@ -64,69 +46,6 @@ def next_piece_bytes(piece_bytes: int, num_bytes: int, secs: float) -> int:
     if num_bytes < _COLD_BYTES_PER_SEC * secs:
         return _COLD_PIECE_BYTES
     return _PIECE_BYTES if num_bytes > _WARM_BYTES_PER_SEC * secs else piece_bytes
-
-
-def file_kind(mode: int) -> str:
-    """What an entry of a directory is, in words, from its ``st_mode``."""
-    return next((words for test, words in _KINDS if test(mode)), "a device")
-
-
-def flush_directory(path: str) -> None:
-    """Makes the names in a directory durable. Raises ``OSError``."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in _NO_DIRECTORY_FLUSH:
-            raise
-    finally:
-        os.close(fd)
-
-
-def is_mount_point(path: str) -> bool:
-    """Whether something is mounted at a directory: also a bind mount, which shares its parent's device."""
-    if os.path.ismount(path):
-        return True
-    try:
-        with open("/proc/self/mountinfo", "rb") as file:
-            places = {line.split(b" ")[4] for line in file}
-    except (OSError, IndexError):
-        return False  # no such list on this system: a rename onto a bind mount then fails with EBUSY
-    escaped = os.fsencode(os.path.realpath(path))
-    for character in (b"\\", b" ", b"\t", b"\n"):
-        escaped = escaped.replace(character, b"\\%03o" % ord(character))
-    return escaped in places
-
-
-def make_directories(path: str) -> None:
-    """Creates a directory and its missing parents, each made durable in its own parent; modes follow the umask. Raises ``OSError``."""
-    missing = []
-    while not os.path.isdir(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for path in reversed(missing):
-        try:
-            os.mkdir(path, 0o777)
-        except FileExistsError as error:
-            if not os.path.isdir(path):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
-        flush_directory(os.path.dirname(path))
-
-
-def remove_tree(path: str) -> bool:
-    """Removes a directory and what is in it as far as possible, never through a symbolic link. Never raises.
-
-    Returns:
-        whether it is gone. (``shutil.rmtree`` raises errors of ``close`` even when told to ignore errors.)
-    """
-    with contextlib.suppress(OSError):
-        if stat.S_ISDIR(os.lstat(path).st_mode):
-            for name in os.listdir(path):
-                remove_tree(os.path.join(path, name))
-            os.rmdir(path)
-        else:
-            os.unlink(path)
-    return not os.path.lexists(path)
 
 
 def _batches(parts: Sequence[Buffer]) -> Iterator[list[memoryview]]:
@@ -203,7 +122,7 @@ class LocalWriteFile:
     def _call(self, position: int, views: Sequence[memoryview]) -> int:
         """One call of the system; returns how many bytes it took."""
         try:
-            num_bytes = os.pwritev(self._fd, views, position)
+            num_bytes = system().pwritev(self._fd, views, position)
         except OSError as error:
             self._dead = True
             raise storage_failure(error, f"write at byte {position}", path=self._path, file=self._name) from error
@@ -223,12 +142,12 @@ class LocalWriteFile:
                 return
             self._fresh_bytes = 0
             start, stop = self._fresh_start, self._fresh_stop
-        start_writeback(self._fd, start, stop - start)
+        system().start_writeback(self._fd, start, stop - start)
 
     def settle(self, start: int, num_bytes: int) -> bool:
         """Waits for the write-back of a range; false once the file is being closed."""
         with self._open_lock:
-            return not self._dead and await_writeback(self._fd, start, num_bytes)
+            return not self._dead and system().await_writeback(self._fd, start, num_bytes)
 
     def commit(self) -> None:
         """Flushes once to the device and closes; an error of either makes the file dead."""
@@ -236,9 +155,9 @@ class LocalWriteFile:
         with self._open_lock:
             self._dead = True
         try:
-            os.fsync(self._fd)
+            system().fsync(self._fd)
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            system().close(fd)
         except OSError as error:
             raise storage_failure(error, "flush the file to the device", path=self._path, file=self._name) from error
         self._committed = True
@@ -253,9 +172,9 @@ class LocalWriteFile:
         # The bytes are unwanted, so that errors of both no longer matter: the attempt around them is removed or ignored as a whole.
         if fd >= 0:
             with contextlib.suppress(OSError):
-                os.close(fd)
+                system().close(fd)
         with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self._path, self._name))
+            system().unlink(os.path.join(self._path, self._name))
 
     def _check_usable(self) -> None:
         if self._dead:
@@ -275,7 +194,7 @@ class LocalReadFile:
     def look(self) -> None:
         """Notes the size. ``MissingFileError`` if it is no regular file."""
         try:
-            info = os.fstat(self._fd)
+            info = system().fstat(self._fd)
         except OSError as error:
             raise storage_failure(error, "look at the file", path=self._path, file=self._name) from error
         if not stat.S_ISREG(info.st_mode):
@@ -316,7 +235,7 @@ class LocalReadFile:
         """One call of the system; how many bytes it gave."""
         begin = perf_counter()
         try:
-            num_bytes = os.preadv(self._fd, parts, position)
+            num_bytes = system().preadv(self._fd, parts, position)
         except OSError as error:
             raise storage_failure(error, f"read at byte {position}", path=self._path, file=self._name) from error
         secs = perf_counter() - begin
@@ -329,7 +248,7 @@ class LocalReadFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
-                os.close(fd)
+                system().close(fd)
 
 
 class LocalDirectory:
@@ -347,7 +266,7 @@ class LocalDirectory:
         """A new file with the modes of the umask. The directory must exist."""
         check_name(name, path=self._path)
         try:
-            fd = os.open(os.path.join(self._path, name), _CREATE_FLAGS, 0o666)
+            fd = system().open(os.path.join(self._path, name), _CREATE_FLAGS, 0o666)
         except OSError as error:
             raise storage_failure(error, "create the file", path=self._path, file=name) from error
         return LocalWriteFile(self._path, name, fd)
@@ -356,7 +275,7 @@ class LocalDirectory:
         """An existing regular file, not through a symbolic link."""
         check_name(name, path=self._path)
         try:
-            fd = os.open(os.path.join(self._path, name), _OPEN_FLAGS)
+            fd = system().open(os.path.join(self._path, name), _OPEN_FLAGS)
         except OSError as error:
             raise self._unreadable(error, name) from error
         file = LocalReadFile(self._path, name, fd)
@@ -389,7 +308,7 @@ class LocalDirectory:
         """Size in bytes of a regular file."""
         check_name(name, path=self._path)
         try:
-            info = os.lstat(os.path.join(self._path, name))
+            info = system().lstat(os.path.join(self._path, name))
         except OSError as error:
             raise self._unreadable(error, name) from error
         if not stat.S_ISREG(info.st_mode):
@@ -399,7 +318,7 @@ class LocalDirectory:
     def names(self) -> list[str]:
         """Everything in it, sorted."""
         try:
-            return sorted(os.listdir(self._path))
+            return sorted(system().listdir(self._path))
         except OSError as error:
             raise storage_failure(error, "list the directory", path=self._path) from error
 

@@ -161,3 +161,67 @@ def test_the_rules_see_what_they_forbid() -> None:
     module = ast.parse("import pickle\nfrom torch._C import x\nfrom torch.a import _b\nimport_module('dill')\ntorch._C.f()\n")
     assert [what for _, what in imports(module)] == ["pickle", "torch._C.x", "torch.a._b", "dill"]
     assert [private(what) for what in ("torch._C.x", "torch.a._b", "torch.a.b", "torch.__version__")] == [True, True, False, False]
+
+
+SYSTEM_CALLS = {
+    "os.open",
+    "os.close",
+    "os.read",
+    "os.write",
+    "os.pread",
+    "os.pwrite",
+    "os.preadv",
+    "os.pwritev",
+    "os.readv",
+    "os.writev",
+    "os.sendfile",
+    "os.fsync",
+    "os.fdatasync",
+    "os.sync",
+    "os.truncate",
+    "os.ftruncate",
+    "os.stat",
+    "os.lstat",
+    "os.fstat",
+    "os.access",
+    "os.listdir",
+    "os.scandir",
+    "os.walk",
+    "os.mkdir",
+    "os.makedirs",
+    "os.rmdir",
+    "os.removedirs",
+    "os.unlink",
+    "os.remove",
+    "os.rename",
+    "os.renames",
+    "os.replace",
+    "os.link",
+    "os.symlink",
+    "os.readlink",
+    "os.utime",
+    "os.chmod",
+    "os.chown",
+    "os.path.exists",
+    "os.path.lexists",
+    "os.path.isdir",
+    "os.path.isfile",
+    "os.path.islink",
+    "os.path.getsize",
+    "os.path.getmtime",
+}
+"""What touches files. ``path.realpath`` and ``path.ismount`` resolve names that the user gave, before anything is saved."""
+
+OWN_FILES = {"storage/backends/calls.py", "storage/backends/linux.py", "storage/backends/spool.py"}
+"""The layer itself, and the spool of objects on their way to a remote storage, which has no name and is no part of a checkpoint."""
+
+
+def test_storage_calls_the_system_in_one_place() -> None:
+    found = [
+        f"{name(path)}:{node.lineno}: {dotted(node.func)}"
+        for path in MODULES
+        if name(path).startswith("storage/") and name(path) not in OWN_FILES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and (dotted(node.func) in SYSTEM_CALLS or dotted(node.func).startswith(("shutil.", "tempfile.")))
+    ]
+    assert found == []

@@ -15,8 +15,9 @@ import pytest
 from support.checkpoints import unprivileged, world_readable_directory
 
 from dcp_engine.errors import MissingFileError, StorageError, StorageFullError, StoragePermissionError
+from dcp_engine.storage.backends.directories import is_mount_point, make_directories
 from dcp_engine.storage.backends.linux import exchange
-from dcp_engine.storage.backends.local import LocalDirectory, is_mount_point, make_directories, next_piece_bytes
+from dcp_engine.storage.backends.local import LocalDirectory, next_piece_bytes
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from dcp_engine.errors import (
     TruncatedFileError,
 )
 from dcp_engine.storage import publish_posix
+from dcp_engine.storage.backends import linux
 from dcp_engine.storage.publish import AttemptRef, Publisher, open_checkpoint, open_publisher
 
 
@@ -367,15 +368,15 @@ def test_a_checkpoint_that_came_between_look_and_exchange_is_put_back(target: Pa
     publisher = open_publisher(target, overwrite=True)
     ref = publisher.begin()
     reported = write_files(publisher, ref)
-    exchange = publish_posix.exchange
+    exchange = linux.exchange
     other: list[AttemptRef] = []
 
     def late(one: str, two: str) -> bool:
-        monkeypatch.setattr(publish_posix, "exchange", exchange)
+        monkeypatch.setattr(linux, "exchange", exchange)
         other.append(publish(target, overwrite=True))
         return exchange(one, two)
 
-    monkeypatch.setattr(publish_posix, "exchange", late)
+    monkeypatch.setattr(linux, "exchange", late)
     with pytest.raises(ConcurrentCommitError) as caught:
         publisher.commit(ref, MANIFEST, reported)
     publisher.abort(ref)
@@ -503,7 +504,7 @@ def test_a_target_that_cannot_be_looked_into_is_told() -> None:
 @pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
 def swaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if not request.param:
-        monkeypatch.setattr(publish_posix, "exchange", lambda one, other: False)
+        monkeypatch.setattr(linux, "exchange", lambda one, other: False)
     return bool(request.param)
 
 
@@ -555,7 +556,7 @@ def test_the_old_checkpoint_is_put_back_when_the_new_one_cannot_take_its_place(t
             raise OSError(errno.EACCES, "denied")
         rename(source, destination)
 
-    monkeypatch.setattr(publish_posix, "exchange", lambda one, other: False)
+    monkeypatch.setattr(linux, "exchange", lambda one, other: False)
     monkeypatch.setattr(os, "rename", refuse_attempt)
     with pytest.raises(StoragePermissionError):
         publisher.commit(ref, MANIFEST, reported)
@@ -577,7 +578,7 @@ def test_when_the_old_checkpoint_cannot_be_put_back_both_are_kept_and_named(targ
             raise OSError(errno.EACCES, "denied")
         rename(source, destination)
 
-    monkeypatch.setattr(publish_posix, "exchange", lambda one, other: False)
+    monkeypatch.setattr(linux, "exchange", lambda one, other: False)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", only_retire)
         with pytest.raises(CommitStateUnknownError) as caught:
@@ -618,7 +619,7 @@ def _failing_at(patch: pytest.MonkeyPatch, number: int, error: BaseException, *,
     os_close = os.close
     for name in ("mkdir", "open", "pwritev", "fsync", "close", "rename"):
         patch.setattr(os, name, wrap(name, getattr(os, name)))
-    patch.setattr(publish_posix, "exchange", wrap("exchange", publish_posix.exchange))
+    patch.setattr(linux, "exchange", wrap("exchange", linux.exchange))
     while True:
         yield count
 
