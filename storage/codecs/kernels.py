@@ -12,7 +12,7 @@ from dcp_engine.storage.codecs.pairing import NumpyLoops, Paired, PairLoops
 from dcp_engine.storage.codecs.scratch import Scratch
 
 try:
-    from dcp_engine.storage.codecs import _kernels as compiled
+    import dcp_engine.storage._kernels as compiled
 except ImportError:  # installed without a C compiler
     compiled = None  # type: ignore[assignment]
 

@@ -1,7 +1,7 @@
-/* The inner loops of the planes codec's paired layout (docs/format.md, section 9): one pass over a block where numpy takes ten.
+/* Loops that are worth compiling. Now: those of the planes codec's paired layout (docs/format.md, section 9), one pass over a block.
  *
- * paired.py holds the same loops in numpy, which run where this module was not compiled; tests hold the two against each other bit by bit.
- * Numbers are little-endian, as in the format. Every function checks the lengths it is given and releases the GIL while it works.
+ * storage/codecs/pairing.py holds the same loops in numpy, which run where this module was not compiled; tests hold the two against each
+ * other bit by bit. Numbers are little-endian, as in the format. Every function checks the lengths it is given and works without the GIL.
  */
 
 #define PY_SSIZE_T_CLEAN
