@@ -20,7 +20,7 @@ install: $(STAMP)  ## .venv with the package, editable, and everything for devel
 
 # torch comes first and by its exact version, so that a build for this machine (without CUDA, say) that pip has been pointed at is taken and
 # nothing that depends on torch brings another. Without build isolation pip builds with the pinned setuptools and needs no second download.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt storage/_kernels.c
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "dcp-engine needs Python 3.11, 3.12 or 3.13, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1)."; \
 	  echo "Name another one: make install PYTHON=python3.12"; exit 1; } >&2
