@@ -41,6 +41,7 @@ def test_each_flush_each_order_each_error_and_each_digest_has_a_mutant() -> None
         "first_save of 1: no flush job, 1",
         "next_save of 2: no flush job, 1",
         "overwrite of 1: no flush job, 1",
+        "move_latest of 1: no flush job, 1",
     ]
     assert sum("swallowed" in name for name in names) == 44
     assert {"load does not check digests", "verify does not check digests"} <= set(names)
@@ -55,6 +56,9 @@ def test_each_flush_each_order_each_error_and_each_digest_has_a_mutant() -> None
         ("first_save of 1: saved before flush job", "is lost"),
         ("overwrite of 1: remove old before flush job", "exists, and is refused"),
         ("overwrite of 1 without exchange: no flush job, 2", "is lost"),
+        ("move_latest of 1: LATEST before the step is durable", "LATEST names runs/job/step-00000002, which is not there"),
+        ("move_latest of 1: publish LATEST before flush LATEST", "LATEST: "),
+        ("retirement of 1: no flush job", "exists, and is refused"),
     ],
 )
 def test_a_mutant_breaks_the_promise_that_it_should(name: str, words: str) -> None:

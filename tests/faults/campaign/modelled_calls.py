@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 from collections.abc import Mapping, Sequence
+from itertools import count
 
 from dcp_engine.storage.backends.calls import SystemCalls
 
 __all__ = ["ModelledCalls"]
+
+# None is a descriptor of the process, so that a call which missed this class would fail; none is used twice, since one that was not closed
+# in time may be closed when another state is judged.
+_DESCRIPTORS = count(1 << 20)
 
 
 class ModelledCalls(SystemCalls):
@@ -23,19 +27,18 @@ class ModelledCalls(SystemCalls):
         self._path = path
         self._files = files
         self._open: dict[int, bytes] = {}
-        self._next_fd = 1 << 20  # no descriptor of the process: a call that missed this class would fail
-        self._lock = threading.Lock()
 
     def open(self, path: str, flags: int, mode: int = 0o777) -> int:
-        content = self._content(path)
-        with self._lock:
-            fd, self._next_fd = self._next_fd, self._next_fd + 1
-            self._open[fd] = content
+        content, fd = self._content(path), next(_DESCRIPTORS)
+        self._open[fd] = content
         return fd
 
     def close(self, fd: int) -> None:
-        with self._lock:
-            del self._open[fd]
+        if self._open.pop(fd, None) is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    def flock(self, fd: int, operation: int) -> None:
+        pass  # nobody else is there
 
     def preadv(self, fd: int, views: Sequence[memoryview], position: int) -> int:
         content, begin = self._open[fd], position

@@ -20,9 +20,10 @@ from dcp_engine.errors import DcpEngineError
 from dcp_engine.storage.attempts import MANIFEST_NAME, MARKER_NAME, marker_of
 from dcp_engine.storage.backends.calls import installed
 from dcp_engine.storage.envelope import Marker, parse_marker
+from dcp_engine.storage.latest import LATEST_NAME, LatestHint
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.publish import open_checkpoint
-from dcp_engine.storage.steps import parse_step_name
+from dcp_engine.storage.steps import parse_step_name, step_name
 from dcp_engine.storage.verify import verify_checkpoint
 
 __all__ = ["Judge", "Promise", "Promised", "Verdict", "promises", "state_digest"]
@@ -67,10 +68,12 @@ class Promised:
 
     Attributes:
         steps: by path of the step.
+        latest: the step that LATEST must name; empty if it need not be there.
         abandoned: paths of directories that are being removed: what is in them vouches for nothing any more.
     """
 
     steps: Mapping[str, Promise]
+    latest: str
     abandoned: frozenset[str]
 
 
@@ -78,6 +81,7 @@ def promises(events: Sequence[Event], *, can_exchange: bool) -> Promised:
     """What was promised by the time of some events."""
     found: dict[str, Promise] = {}
     abandoned: set[str] = set()
+    latest = ""
     for event in events:
         before = found.get(event.path, Promise())
         match event:
@@ -92,9 +96,11 @@ def promises(events: Sequence[Event], *, can_exchange: bool) -> Promised:
                 found[event.path] = replace(before, required=False)
             case Note(what="retired"):
                 found[event.path] = Promise()
+            case Note(what="pointed", path=path):
+                latest = path
             case _:
                 pass
-    return Promised(found, frozenset(abandoned))
+    return Promised(found, latest, frozenset(abandoned))
 
 
 class Judge:
@@ -133,7 +139,7 @@ class Judge:
         for path, promise in promised.steps.items():
             if promise.required and tree.find(path) is None and not (promise.anywhere and self._lies_somewhere(tree, table, promise)):
                 return f"{path}: is lost"
-        return ""
+        return self._broken_latest(tree, root, table, promised)
 
     def verdict(self, tree: Tree, directory: int) -> Verdict:
         """What a directory under a step's name is."""
@@ -144,6 +150,21 @@ class Judge:
 
     def _lies_somewhere(self, tree: Tree, table: Mapping[str, int], promise: Promise) -> bool:
         return any(self.verdict(tree, inode).content in promise.contents for name, inode in table.items() if name[0] == ".")
+
+    def _broken_latest(self, tree: Tree, root: str, table: Mapping[str, int], promised: Promised) -> str:
+        """LATEST is a hint, but one that is only moved to what is durable, by one rename: so no power cut makes it name what is not there."""
+        if LATEST_NAME not in table:
+            return "LATEST is lost" if promised.latest else ""
+        try:
+            hint = LatestHint.decode(tree.content(table[LATEST_NAME]), path=root)
+        except DcpEngineError as error:
+            return f"LATEST: {error}"
+        named = f"{root}/{step_name(hint.step)}"
+        step = tree.find(named)
+        there = "" if step is None else _nonce_of(lambda: parse_marker(_files(tree, step).get(MARKER_NAME, b"")))
+        if there != hint.nonce:
+            return f"LATEST names {named}, which is not there"
+        return f"LATEST names {named}, and {promised.latest} was the newest when the power was cut" if named < promised.latest else ""
 
     def _broken_step(self, verdict: Verdict, promise: Promise) -> str:
         if verdict.silent:
@@ -183,7 +204,7 @@ class Judge:
         self.num_read += 1
         with installed(ModelledCalls(_PLACE, files)):
             try:
-                open_checkpoint(_PLACE)
+                open_checkpoint(_PLACE).hold.release()
                 faults = verify_checkpoint(_PLACE, threads=1).faults
             except DcpEngineError as error:
                 return Verdict(refused=str(error))

@@ -11,7 +11,7 @@ from itertools import count, groupby
 from unittest import mock
 
 from faults.campaign.io_events import Change, Event, Flush, Note, Spoil, Write
-from faults.campaign.power_traces import Recording, Trace, first_save, next_save, overwrite, record
+from faults.campaign.power_traces import Recording, Trace, first_save, move_latest, next_save, overwrite, record, retirement
 from faults.campaign.recorded_calls import Fault
 
 from dcp_engine.storage import verify
@@ -20,11 +20,12 @@ __all__ = ["EQUIVALENT", "Mutant", "equivalent", "failed_saves", "mutants", "ste
 
 EQUIVALENT: tuple[tuple[str, str], ...] = (
     (
-        r"\w+ of \d: (no flush job, 1|flush job before make attempt)|first_save of 1, EIO of fsync 2 sw|overwrite of 1, EIO of fsync 0 sw",
+        r"(first_save|next_save|overwrite|move_latest) of \d: (no flush job, 1|flush job before make attempt)|first_save of 1, EIO of fsync 2 sw|overwrite of 1, EIO of fsync 0 sw",
         "The name of an attempt need not be durable before it is published, and the flush after that covers it. Not so with two renames, "
         "where for a moment it may be the only name that any checkpoint has: there this flush counts.",
     ),
     (r".*: write \S+ before flush job", "As long as both are done before the attempt is published, their order is all the same."),
+    (r"move_latest.*: write LATEST before saved", "The new LATEST is written under another name, which no reader opens."),
     (r".*: make \S+ before flush \S+", "A directory may be made before the one above it is flushed: it is only held by it from then on."),
     (
         r".*: write (model|optimizer)\S+ before (flush (model|optimizer|attempt by \d)|write)",
@@ -35,7 +36,8 @@ EQUIVALENT: tuple[tuple[str, str], ...] = (
         "The bytes of a file and its name may become durable in either order, as long as both are before the next step.",
     ),
     (
-        r"overwrite of 1: (set old aside before publish|flush job before set old aside)|overwrite.*: saved before remove old",
+        r"overwrite of 1: (set old aside before publish|flush job before set old aside)|overwrite.*: saved before remove old|"
+        r"retirement.*: retired before remove old",
         "Under which of the names that no reader opens the old one lies, and when it goes after the new one is durable, is not promised.",
     ),
 )
@@ -71,7 +73,7 @@ def mutants() -> list[Mutant]:
     found: list[Mutant] = []
     for trace in _bases():
         found += [*_dropped(trace), *_swapped(trace)]
-    return [*found, *_swallowed(), *_careless_readers()]
+    return [*found, _early_latest(), *_swallowed(), *_careless_readers()]
 
 
 def failed_saves() -> list[Trace]:
@@ -85,6 +87,8 @@ def _bases() -> list[Trace]:
         _in_file_order(record(next_save, 2)),
         _in_file_order(record(overwrite, 1)),
         _in_file_order(record(overwrite, 1, can_exchange=False)),
+        _in_file_order(record(move_latest, 1)),
+        record(retirement, 1),
     ]
 
 
@@ -100,6 +104,8 @@ def _with_faults(scenario: Callable[[Recording], None], *, swallowed: bool) -> I
 def step_of(event: Event) -> str:
     """The step of the protocol that an event is part of."""
     name = event.path.rpartition("/")[2]
+    if (name.startswith(".trash-") and isinstance(event, Write | Flush)) or (isinstance(event, Change) and event.what == "create"):
+        name = name if name[0] != "." else "LATEST"  # which is written under a name that is swept with the trash
     match event:
         case Note():
             return event.what
@@ -154,6 +160,18 @@ def _swapped(trace: Trace) -> Iterator[Mutant]:
         events = [trace.events[trace.begin], *(event for _, group in order for event in group)]
         changed = _changed(trace, f"{second} before {first}, {index}", events)
         yield Mutant(changed.name, changed)
+
+
+def _early_latest() -> Mutant:
+    """LATEST moved, with all its flushes, while the step that it names is not yet durable."""
+    trace = _in_file_order(record(move_latest, 1))
+    events = trace.events[trace.begin :]
+    steps = [step_of(event) for event in events]
+    published, written = steps.index("publish step-00000002") + 1, steps.index("write LATEST")
+    pointed = steps.index("publish LATEST") + 1
+    order = [*events[:published], *events[written:pointed], *events[published:written], *events[pointed:]]
+    changed = _changed(trace, "LATEST before the step is durable", order)
+    return Mutant(changed.name, changed)
 
 
 def _swallowed() -> Iterator[Mutant]:

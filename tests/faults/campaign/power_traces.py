@@ -19,8 +19,9 @@ from torch import Tensor
 from dcp_engine import BalancedSavePlanner, ShardWriter
 from dcp_engine.errors import DcpEngineError
 from dcp_engine.storage.backends.calls import installed
+from dcp_engine.storage.root import RunRoot
 
-__all__ = ["SCENARIOS", "State", "Trace", "first_save", "next_save", "overwrite", "record", "state_of"]
+__all__ = ["SCENARIOS", "State", "Trace", "first_save", "move_latest", "next_save", "overwrite", "record", "retirement", "state_of"]
 
 State = dict[str, dict[str, Tensor]]
 ROOT = "runs/job"
@@ -90,6 +91,11 @@ class Recording:
         else:
             self.calls.note("saved", path, content)
 
+    def point(self, root: RunRoot, step: int) -> None:
+        """LATEST names a step."""
+        root.set_latest(step)
+        self.calls.note("pointed", root.path_of(step))
+
     def _save(self, path: str, states: Sequence[State], overwrite: bool) -> None:
         writers = [ShardWriter(path, codec="raw", threads=1, overwrite=overwrite) for _ in states]
         planners = [BalancedSavePlanner() for _ in states]
@@ -134,7 +140,12 @@ def _directory() -> Iterator[str]:
 
 
 def record(
-    scenario: Callable[[Recording], None], world_size: int, *, seed: int | None = None, can_exchange: bool = True, fault: Fault | None = None
+    scenario: Callable[[Recording], None],
+    world_size: int,
+    *,
+    seed: int | None = None,
+    can_exchange: bool = True,
+    fault: Fault | None = None,
 ) -> Trace:
     """Runs a scenario and returns what it did."""
     with _directory() as top:
@@ -165,18 +176,41 @@ def overwrite(recording: Recording) -> None:
     recording.save(1, "other", overwrite=True)
 
 
+def move_latest(recording: Recording) -> None:
+    """A save, and then LATEST."""
+    root = RunRoot(recording.root)
+    recording.save(1, "one")
+    recording.point(root, 1)
+    recording.save(2, "two")
+    recording.point(root, 2)
+
+
+def retirement(recording: Recording) -> None:
+    """Of an old step."""
+    root = RunRoot(recording.root)
+    claim = root.claim()
+    recording.save(1, "one")
+    recording.save(2, "two")
+    recording.begin, recording.shards = len(recording.calls.events), []
+    recording.calls.note("retiring", root.path_of(1))
+    root.retire(1, claim)
+    recording.calls.note("retired", root.path_of(1))
+
+
 SCENARIOS: tuple[tuple[Callable[[Recording], None], bool], ...] = (
     (first_save, True),
     (next_save, True),
     (overwrite, True),
     (overwrite, False),
+    (move_latest, True),
+    (retirement, True),
 )
 """Scenario, and whether names can be exchanged."""
 
 
 def changes_anything(event: Event) -> bool:
     """Whether a crash after an event is another crash than the one before it."""
-    return not isinstance(event, Note) or event.what in ("saved", "retired")
+    return not isinstance(event, Note) or event.what in ("saved", "retired", "pointed")
 
 
 def describe(event: Event) -> str:
