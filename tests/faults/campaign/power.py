@@ -144,12 +144,13 @@ def run(*, full: bool, seed: int, workers: int = 1) -> Outcome:
         warnings.simplefilter("ignore", UserWarning)  # torch's, for loads without a process group
         traces = recorded(seed=seed, full=full)
         failed = failed_saves()
-        all_traces = [(trace, mode) for trace in (*traces, *failed) for mode in _MODES]
-        budget = shared(_NUM_STATES[full], [capacity(prefix) for trace, mode in all_traces for _, prefix, _ in moments(trace, mode)])
+        capacities = [capacity(prefix) for trace in (*traces, *failed) for mode in _MODES for _, prefix, _ in moments(trace, mode)]
+        budget = shared(_NUM_STATES[full], capacities)
         num_read = 0
-        for trace, mode in all_traces:
+        for trace in (*traces, *failed):
             judge = Judge(trace.contents)
-            crash(trace, mode, judge, tally, seed=seed, budget=budget)
+            for mode in _MODES:
+                crash(trace, mode, judge, tally, seed=seed, budget=budget)
             num_read += judge.num_read
         wanted = mutants()
         results = {mutant.name: caught(mutant, seed=seed) for mutant in wanted}

@@ -152,7 +152,7 @@ class Judge:
         return any(self.verdict(tree, inode).content in promise.contents for name, inode in table.items() if name[0] == ".")
 
     def _broken_latest(self, tree: Tree, root: str, table: Mapping[str, int], promised: Promised) -> str:
-        """LATEST is a hint, but one that is only moved to what is durable, by one rename: so no power cut makes it name what is not there."""
+        """LATEST is a hint, but moves by one rename, to what is durable: no power cut makes it name what is not there."""
         if LATEST_NAME not in table:
             return "LATEST is lost" if promised.latest else ""
         try:

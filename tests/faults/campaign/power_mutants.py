@@ -20,7 +20,8 @@ __all__ = ["EQUIVALENT", "Mutant", "equivalent", "failed_saves", "mutants", "ste
 
 EQUIVALENT: tuple[tuple[str, str], ...] = (
     (
-        r"(first_save|next_save|overwrite|move_latest) of \d: (no flush job, 1|flush job before make attempt)|first_save of 1, EIO of fsync 2 sw|overwrite of 1, EIO of fsync 0 sw",
+        r"(first_save|next_save|overwrite|move_latest) of \d: (no flush job, 1|flush job before make attempt)|"
+        r"first_save of 1, EIO of fsync 2 swallowed|overwrite of 1, EIO of fsync 0 swallowed",
         "The name of an attempt need not be durable before it is published, and the flush after that covers it. Not so with two renames, "
         "where for a moment it may be the only name that any checkpoint has: there this flush counts.",
     ),
