@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from functools import cache
 
 import pytest
@@ -11,7 +12,7 @@ from faults.campaign.crash_choices import capacity, choices
 from faults.campaign.file_system_model import JOURNAL, WEAK, Disk, Mode, Tree
 from faults.campaign.io_events import TOP, Change, Event, Flush, Link, Spoil, Write
 from faults.campaign.power_judge import Judge
-from faults.campaign.power_mutants import Mutant, equivalent, mutants
+from faults.campaign.power_mutants import EQUIVALENT, Mutant, equivalent, mutants
 from faults.campaign.power_traces import first_save, overwrite, record
 from faults.campaign.survivors import Choice, Survivor
 
@@ -45,6 +46,10 @@ def test_each_flush_each_order_each_error_and_each_digest_has_a_mutant() -> None
     ]
     assert sum("swallowed" in name for name in names) == 44
     assert {"load does not check digests", "verify does not check digests"} <= set(names)
+
+
+def test_each_reason_for_having_no_effect_is_that_of_a_mutant() -> None:
+    assert all(any(re.match(pattern, name) for name in all_mutants()) for pattern, _ in EQUIVALENT)
 
 
 @pytest.mark.parametrize(

@@ -116,17 +116,9 @@ def caught(mutant: Mutant, *, seed: int) -> str:
     """The first bad state of a mutant that shows what is wrong with it, in words; empty for none. Few states of every moment come first."""
     for budget in _MUTANT_STATES[:1] if equivalent(mutant.name) else _MUTANT_STATES:
         for mode in _MODES:
+            judge, tally = Judge(mutant.trace.contents, verify=mutant.verifies), Tally()
             with mutant.patched():
-                tally = Tally()
-                if crash(
-                    mutant.trace,
-                    mode,
-                    Judge(mutant.trace.contents, verify=mutant.verifies),
-                    tally,
-                    seed=seed,
-                    budget=budget,
-                    enough=mutant.shows,
-                ):
+                if crash(mutant.trace, mode, judge, tally, seed=seed, budget=budget, enough=mutant.shows):
                     return tally.bad[-1]
     return ""
 
@@ -157,6 +149,8 @@ def run(*, full: bool, seed: int, workers: int = 1) -> Outcome:
     for name, text in results.items():
         if not text and not equivalent(name):
             tally.bad.append(f"the mutant of the protocol {name!r} is not caught: the model is too kind")
+        if text and equivalent(name):
+            tally.bad.append(f"the mutant of the protocol {name!r} was said to have no effect, and has one: {text}")
     facts = {
         "recorded saves": len(traces),
         "recorded saves that fail": len(failed),

@@ -153,6 +153,8 @@ def record(
         with installed(recording.calls):
             scenario(recording)
     name = f"{scenario.__name__} of {world_size}" + ("" if can_exchange else " without exchange")
+    if seed is not None and world_size > 1:
+        name += f" in order {seed}"
     if fault is not None:
         name += f", EIO of {fault.call} {fault.index}" + (" swallowed" if fault.swallowed else "")
     events = recording.events(seed)
