@@ -137,7 +137,7 @@ def run(*, full: bool, seed: int, workers: int = 1) -> Outcome:
         traces = recorded(seed=seed, full=full)
         failed = failed_saves()
         capacities = [capacity(prefix) for trace in (*traces, *failed) for mode in _MODES for _, prefix, _ in moments(trace, mode)]
-        budget = shared(_NUM_STATES[full], capacities)
+        budget = shared(_NUM_STATES[full] * 21 // 20, capacities)  # what is drawn twice counts once
         num_read = 0
         for trace in (*traces, *failed):
             judge = Judge(trace.contents)
