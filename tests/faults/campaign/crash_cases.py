@@ -1,0 +1,114 @@
+"""What is saved beside what when a process dies: the scenarios, and which of them with which states a campaign runs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from faults.campaign.crash_ranks import Link, PeerGoneError, save_as_rank
+from faults.campaign.crash_states import KINDS, State
+
+from dcp_engine import ShardWriter
+from dcp_engine.storage.steps import step_name
+
+__all__ = ["SCENARIOS", "Case", "full_cases", "quick_cases"]
+
+SCENARIOS: Final = {
+    "first": "into an empty directory, which does not exist yet",
+    "next": "beside an older step",
+    "overwrite": "over the same step, names exchanged",
+    "two renames": "over the same step, where names cannot be exchanged",
+    "again": "once more after a failed save, by the same writer, which removes what that left",
+}
+_CODECS: Final = ("raw", "zstd", "planes", "auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One save, of which every call is a place to die.
+
+    Attributes:
+        scenario: of ``SCENARIOS``.
+        kind: of the state, of ``crash_states.KINDS``.
+        world_size: ranks that save.
+        codec: of the writer.
+        threads: of the writer. With one, the order of calls is the same in every run.
+        version: from which the values of the states are made.
+    """
+
+    scenario: str
+    kind: str
+    world_size: int
+    codec: str = "raw"
+    threads: int = 1
+    version: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.scenario} save of {self.kind}, {self.world_size} ranks, {self.codec}, {self.threads} threads, values {self.version}"
+
+    @property
+    def replaces(self) -> bool:
+        """The step that is saved is there already."""
+        return self.scenario in ("overwrite", "two renames")
+
+    @property
+    def step(self) -> int:
+        """The step that is saved."""
+        return 2
+
+    @property
+    def old_step(self) -> int | None:
+        """The step that is there before."""
+        return {"first": None, "next": 1, "again": 1}.get(self.scenario, self.step)
+
+    def path(self, root: str) -> str:
+        """Where the step is saved."""
+        return os.path.join(root, step_name(self.step))
+
+    def writer(self, root: str) -> ShardWriter:
+        """A writer for it."""
+        return ShardWriter(self.path(root), codec=self.codec, threads=self.threads, overwrite=self.replaces)
+
+    def save(self, link: Link, state: State, root: str, *, goes_on: bool) -> None:
+        """What a rank does. ``goes_on``: one that sees another go lives on and begins its next save, whose first call cleans up."""
+        writer = self.writer(root)
+        try:
+            if self.scenario == "again":
+                try:
+                    save_as_rank(link, state.ranks[link.rank], writer, give_up=link.rank == self.world_size - 1)
+                except PeerGoneError:
+                    link.tell()
+            save_as_rank(link, state.ranks[link.rank], writer)
+        except PeerGoneError:
+            if goes_on:
+                writer.set_up_storage_writer(link.rank == 0, rank=link.rank, use_collectives=True)
+            raise
+
+
+def quick_cases(seed: int) -> Iterator[Case]:
+    """Every scenario in every world, states, codecs and threads taken in turn."""
+    turns = itertools.count(seed)
+    for world_size, scenario in itertools.product((1, 2, 4), SCENARIOS):
+        turn = next(turns)
+        kinds = [kind for kind in KINDS if kind != "blocks"]
+        for number in range(2 if world_size == 1 else 1):
+            yield Case(
+                scenario=scenario,
+                kind=kinds[(turn + number) % len(kinds)],
+                world_size=world_size,
+                codec=_CODECS[(turn + number) % len(_CODECS)],
+                threads=1 + 2 * ((turn // 2 + number) % 2),
+                version=seed,
+            )
+    yield Case(scenario="next", kind="blocks", world_size=2, codec="planes", version=seed)
+
+
+def full_cases(seed: int) -> Iterator[Case]:
+    """Every combination, again and again with other values."""
+    for version in itertools.count(seed):
+        for kind, scenario, world_size in itertools.product(KINDS, SCENARIOS, (1, 2, 4)):
+            for codec, threads in itertools.product(_CODECS, (1, 3)):
+                yield Case(scenario=scenario, kind=kind, world_size=world_size, codec=codec, threads=threads, version=version)

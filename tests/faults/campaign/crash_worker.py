@@ -1,0 +1,184 @@
+"""One process of the crash campaign: warmed and single-threaded, it forks the ranks of every save that dies, and judges what they leave."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from faults.campaign.crash_calls import Board, Fault, KillingCalls
+from faults.campaign.crash_cases import Case
+from faults.campaign.crash_judge import Verdict, cleaned_up, digest_of, judge, judge_ends
+from faults.campaign.crash_process import alike, frozen_heap
+from faults.campaign.crash_ranks import Link, run_ranks, save_in_turn
+from faults.campaign.crash_states import State, make_state
+from faults.campaign.outcome import MAX_BAD
+
+from dcp_engine import ShardWriter
+from dcp_engine.storage.backends.calls import installed
+from dcp_engine.storage.steps import step_name
+
+__all__ = ["Found", "Harness", "faults_of"]
+
+_MAX_RANKS = 4
+Mutant = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(slots=True)
+class Found:
+    """What a process has done.
+
+    Attributes:
+        points: deaths.
+        facts: counts by kind.
+        bad: broken promises.
+    """
+
+    points: int = 0
+    facts: Counter[str] = field(default_factory=Counter)
+    bad: list[str] = field(default_factory=list)
+
+
+class Harness:
+    """Puts every death of a case, one after the other.
+
+    Args:
+        mutant: breaks the engine, in the ranks that die alone, so that the harness can be seen to find it.
+        found: what is added to.
+    """
+
+    def __init__(self, found: Found, *, mutant: Mutant = nullcontext) -> None:
+        self.found = found
+        self._mutant = mutant
+        self._board = Board(_MAX_RANKS)
+        self._known: dict[tuple[object, ...], Verdict] = {}
+        self._place = tempfile.mkdtemp(prefix="crash-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        self._root = os.path.join(self._place, "root")
+        self._errors = os.path.join(self._place, "errors")
+
+    def close(self) -> None:
+        """Removes what it made."""
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    def run(self, case: Case, *, seed: int, at_most: int | None = None) -> None:
+        """Every death of a case, or so many of them, drawn by ``seed``; stops early once there is enough to report."""
+        old, new, after = self._prepare(case)
+        calls = self._count(case, new)
+        faults = list(faults_of(case, calls))
+        if at_most is not None and at_most < len(faults):
+            faults = random.Random(seed).sample(faults, at_most)
+        self._known.clear()
+        with frozen_heap():
+            for number, fault in enumerate(faults):
+                if len(self.found.bad) >= MAX_BAD:
+                    break
+                self._die(case, fault, old, new, after, goes_on=number % 2 == 1)
+
+    def _prepare(self, case: Case) -> tuple[State | None, State, State]:
+        """The states of a case, and the files of the older step."""
+        old, new, after = (make_state(case.kind, case.world_size, f"{case.version}-{name}") for name in ("old", "new", "after"))
+        if case.kind == "blocks":
+            old, after = (make_state("tiny", case.world_size, f"{case.version}-{name}") for name in ("old", "after"))
+        after = make_state("tiny" if case.kind == "blocks" else case.kind, 1, f"{case.version}-after")
+        self._template: dict[str, bytes] = {}
+        if case.old_step is None:
+            return None, new, after
+        path = os.path.join(self._place, step_name(case.old_step))
+        save_in_turn(old.ranks, lambda: ShardWriter(path, codec=case.codec, threads=1))
+        for name in os.listdir(path):
+            with open(os.path.join(path, name), "rb") as file:
+                self._template[name] = file.read()
+        shutil.rmtree(path)
+        return old, new, after
+
+    def _lay_out(self, case: Case) -> None:
+        """The root as it is before the save."""
+        shutil.rmtree(self._root, ignore_errors=True)
+        self._board.clear()
+        if case.old_step is None:
+            return
+        path = os.path.join(self._root, step_name(case.old_step))
+        os.makedirs(path)
+        for name, content in self._template.items():
+            with open(os.path.join(path, name), "wb", buffering=0) as file:
+                file.write(content)
+
+    def _run_ranks(self, case: Case, new: State, fault: Fault | None, *, goes_on: bool, names: str | None = None) -> list[int]:
+        """One save by forked ranks. ``names``: beginning of the files into which each writes what it called."""
+
+        def job(link: Link) -> None:
+            alike(link.rank)
+            exchange = case.scenario != "two renames"
+            calls = KillingCalls(link.rank, case.path(self._root), self._board, fault, exchange=exchange)
+            with installed(calls), self._mutant():
+                case.save(link, new, self._root, goes_on=goes_on)
+            self._board.set_finished(link.rank)
+            if names is not None:
+                with open(f"{names}{link.rank}", "w", encoding="ascii") as file:
+                    file.write("\n".join(calls.names))
+
+        assert threading.active_count() == 1
+        return run_ranks(case.world_size, job, self._errors)
+
+    def _count(self, case: Case, new: State) -> list[list[str]]:
+        """The calls of each rank, in a save where nobody dies."""
+        self._lay_out(case)
+        names = os.path.join(self._place, "calls-")
+        bad = judge_ends(self._run_ranks(case, new, None, goes_on=False, names=names), None)
+        if bad:
+            self._report(case, None, bad)
+            return []
+        calls = []
+        for rank in range(case.world_size):
+            with open(f"{names}{rank}", encoding="ascii") as file:
+                calls.append(file.read().split("\n"))
+        self.found.facts["calls"] += sum(map(len, calls))
+        return calls
+
+    def _die(self, case: Case, fault: Fault, old: State | None, new: State, after: State, *, goes_on: bool) -> None:
+        self._lay_out(case)
+        statuses = self._run_ranks(case, new, fault, goes_on=goes_on)
+        if self._board.calls(fault.rank) < fault.call:
+            self.found.facts["not reached"] += 1  # with several threads a save may take some calls fewer
+            return
+        bad = judge_ends(statuses, fault)
+        bad += cleaned_up(self._root, statuses, fault) if goes_on else []
+        # A tree that is the same to the last byte, after a save that came as far, is judged once: readers and the next save see nothing else.
+        key = (*self._board.progress(), digest_of(self._root))
+        verdict = self._known.get(key)
+        if verdict is None:
+            verdict = self._known[key] = judge(case, old, new, after, self._root, self._board)
+            self.found.facts["trees judged"] += 1
+        self.found.points += 1
+        mode = "before" if fault.mode == "torn" and not self._board.torn else fault.mode
+        kinds = (f"world {case.world_size}", case.scenario, mode, "one" if fault.alone else "all", f"then {verdict.outcome}")
+        self.found.facts.update(kinds)
+        self._report(case, fault, [*bad, *verdict.bad])
+
+    def _report(self, case: Case, fault: Fault | None, bad: Iterable[str]) -> None:
+        bad = list(bad)
+        if os.path.exists(self._errors):
+            with open(self._errors, encoding="utf-8") as file:
+                bad.append(file.read())
+            os.unlink(self._errors)
+        if bad:
+            self.found.bad.append(f"{case}; {fault or 'nobody died'}: {'; '.join(bad)}")
+
+
+def faults_of(case: Case, calls: Iterable[Iterable[str]]) -> Iterator[Fault]:
+    """Every death in a save.
+
+    Args:
+        calls: for each rank, the names of its calls in order.
+    """
+    for rank, names in enumerate(calls):
+        for number, name in enumerate(names, start=1):
+            for mode in ("before", "after", "torn") if name == "pwritev" else ("before", "after"):
+                for alone in (True,) if case.world_size == 1 else (True, False):
+                    yield Fault(rank=rank, call=number, mode=mode, alone=alone)
