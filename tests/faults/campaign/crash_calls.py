@@ -21,7 +21,7 @@ NAMES: Final = tuple(sorted(name for name, value in vars(SystemCalls).items() if
 """Every call there is, whatever is added to them."""
 
 _SLOTS: Final = 8
-_CALLS, _FINISHED, _ASKED, _PUBLISHED, _ASIDE, _TORN = range(6)
+_CALLS, _FINISHED, _ASKED, _PUBLISHED, _ASIDE, _TORN, _RETIRED = range(7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,10 @@ class Board:
         """The old checkpoint was moved away, to make room."""
         self._words[_ASIDE] = 1
 
+    def set_retired(self) -> None:
+        """A step that has had its time lost its name."""
+        self._words[_RETIRED] = 1
+
     def set_torn(self) -> None:
         """A rank died in the middle of a write."""
         self._words[_TORN] = 1
@@ -87,7 +91,12 @@ class Board:
 
     def progress(self) -> tuple[bool, ...]:
         """How far the save came, as far as a reader might see it."""
-        return self.asked, self.published, self.aside, self.finished(0)
+        return self.asked, self.published, self.aside, self.retired, self.finished(0)
+
+    @property
+    def retired(self) -> bool:
+        """Whether a step was retired."""
+        return bool(self._words[_RETIRED])
 
     @property
     def torn(self) -> bool:
@@ -121,14 +130,18 @@ class KillingCalls(SystemCalls):
         rank: of this process.
         target: path that the save publishes; the call that gives it its name is noted on the board.
         board: where calls are counted.
+        retires: path of a step that has had its time; noted likewise.
         fault: None: nobody dies, and ``names`` keeps what was called.
 
     Thread-safety: any number of threads; the numbers are exact, and the process ends within the call of the fault.
     """
 
-    def __init__(self, rank: int, target: str, board: Board, fault: Fault | None, *, exchange: bool = True) -> None:
+    def __init__(
+        self, rank: int, target: str, board: Board, fault: Fault | None, *, retires: str | None = None, exchange: bool = True
+    ) -> None:
         self._rank = rank
         self._target = target
+        self._retires = retires
         self._board = board
         self._fault = fault if fault is not None and fault.rank == rank else None
         self._can_exchange = exchange
@@ -144,7 +157,9 @@ class KillingCalls(SystemCalls):
                 return False
             if number != self._fault.call:
                 return False
-            if self._fault.mode == "torn" and name == "pwritev":  # threads may have taken turns in another order than when they were counted
+            if (
+                self._fault.mode == "torn" and name == "pwritev"
+            ):  # threads may have taken turns in another order than when they were counted
                 self._board.set_torn()
                 SystemCalls.pwritev(self, args[0], _first_half(args[1]), args[2])
             if self._fault.mode != "after":
@@ -157,12 +172,14 @@ class KillingCalls(SystemCalls):
             self._board.set_published()
         elif name == "rename" and args[0] == self._target:
             self._board.set_aside()
+        elif name == "rename" and args[0] == self._retires:
+            self._board.set_retired()
 
 
 def die(fault: Fault) -> None:
     """Ends this process, or all ranks of its group."""
     if fault.alone:
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal.raise_signal(signal.SIGKILL)
     os.killpg(0, signal.SIGKILL)
     signal.pause()  # never reached by the one thread; with several, until the kernel has ended them all
 

@@ -12,15 +12,18 @@ from faults.campaign.crash_ranks import Link, PeerGoneError, save_as_rank
 from faults.campaign.crash_states import KINDS, State
 
 from dcp_engine import ShardWriter
+from dcp_engine.storage.epochs import EpochClaim
+from dcp_engine.storage.root import RunRoot
 from dcp_engine.storage.steps import step_name
 
-__all__ = ["SCENARIOS", "Case", "full_cases", "quick_cases"]
+__all__ = ["SCENARIOS", "Case", "full_cases", "keep_two", "quick_cases"]
 
 SCENARIOS: Final = {
     "first": "into an empty directory, which does not exist yet",
     "next": "beside an older step",
     "overwrite": "over the same step, names exchanged",
     "two renames": "over the same step, where names cannot be exchanged",
+    "retention": "under a claim of the root, beside two older steps and a dead attempt; then LATEST moves and the oldest step goes",
     "again": "once more after a failed save, by the same writer, which removes what that left",
 }
 _CODECS: Final = ("raw", "zstd", "planes", "auto")
@@ -57,24 +60,29 @@ class Case:
     @property
     def step(self) -> int:
         """The step that is saved."""
-        return 2
+        return 3 if self.scenario == "retention" else 2
 
     @property
-    def old_step(self) -> int | None:
-        """The step that is there before."""
-        return {"first": None, "next": 1, "again": 1}.get(self.scenario, self.step)
+    def old_steps(self) -> tuple[int, ...]:
+        """The steps that are there before."""
+        return {"first": (), "next": (1,), "again": (1,), "retention": (1, 2)}.get(self.scenario, (self.step,))
+
+    @property
+    def retired_step(self) -> int | None:
+        """The step that goes when the new one is there."""
+        return 1 if self.scenario == "retention" else None
 
     def path(self, root: str) -> str:
         """Where the step is saved."""
         return os.path.join(root, step_name(self.step))
 
-    def writer(self, root: str) -> ShardWriter:
-        """A writer for it."""
-        return ShardWriter(self.path(root), codec=self.codec, threads=self.threads, overwrite=self.replaces)
-
     def save(self, link: Link, state: State, root: str, *, goes_on: bool) -> None:
         """What a rank does. ``goes_on``: one that sees another go lives on and begins its next save, whose first call cleans up."""
-        writer = self.writer(root)
+        claims = (
+            [RunRoot(root).claim("run")] * self.world_size if link.rank == 0 and self.scenario == "retention" else [None] * self.world_size
+        )
+        claim = link.scatter(claims)
+        writer = ShardWriter(self.path(root), codec=self.codec, threads=self.threads, overwrite=self.replaces, fence=claim)
         try:
             if self.scenario == "again":
                 try:
@@ -86,6 +94,15 @@ class Case:
             if goes_on:
                 writer.set_up_storage_writer(link.rank == 0, rank=link.rank, use_collectives=True)
             raise
+        if claim is not None and link.rank == 0:
+            keep_two(RunRoot(root), self.step, claim)
+
+
+def keep_two(root: RunRoot, step: int, claim: EpochClaim) -> None:
+    """What a run does when a step is published: two stay."""
+    root.set_latest(step, claim)
+    root.prune(2, claim)
+    root.clean(claim, older_than_secs=0)
 
 
 def quick_cases(seed: int) -> Iterator[Case]:

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from faults.campaign.crash_calls import Board, Fault
-from faults.campaign.crash_cases import Case
+from faults.campaign.crash_cases import Case, keep_two
 from faults.campaign.crash_ranks import DONE, STOPPED, load_alone, save_in_turn
 from faults.campaign.crash_states import State, blank, difference
 
 from dcp_engine import ReshardLoadPlanner, ShardReader, ShardWriter, committed_steps, verify_checkpoint
+from dcp_engine.storage.root import RunRoot
 from dcp_engine.storage.steps import step_name
 
 __all__ = ["Verdict", "cleaned_up", "digest_of", "fault_of", "judge", "judge_ends"]
@@ -30,7 +31,8 @@ class Verdict:
 
     Attributes:
         bad: broken promises in words; empty for none.
-        outcome: ``"old"`` if what was there before is there, ``"new"`` if the save is, ``"aside"`` if the old one is in the trash.
+        outcome: ``"old"`` if what was there before is there, ``"new"`` if the save is, ``"aside"`` if the old one is in the trash,
+            ``"retired"`` if the save is there and the oldest step has gone.
     """
 
     bad: tuple[str, ...]
@@ -50,11 +52,11 @@ def fault_of(path: str, state: State) -> str | None:
     return difference(target, state.whole)
 
 
-def judge(case: Case, old: State | None, new: State, after: State, root: str, board: Board) -> Verdict:
+def judge(case: Case, old: Mapping[int, State], new: State, after: State, root: str, board: Board) -> Verdict:
     """Looks at a root after a death, saves once more, and looks again.
 
     Args:
-        old: what was at ``case.old_step`` before.
+        old: what was there before, by step.
         new: what the save was given.
         after: what the next save is given.
         root: where the steps are.
@@ -62,13 +64,16 @@ def judge(case: Case, old: State | None, new: State, after: State, root: str, bo
     """
     bad: list[str] = []
     outcome = _outcome(case, old, root, board)
-    if board.finished(0) and outcome != "new":
+    if board.finished(0) and outcome not in ("new", "retired"):
         bad.append(f"the save was said to be through, and the {outcome} state is there")
     expected = _expected(case, old, new, outcome)
     bad += _look(root, expected)
-    bad += _look_aside(case, old, new, root) if outcome == "aside" else _look_beside(case, root, outcome)
+    if case.scenario == "retention":
+        bad += _look_at_root(root, expected)
+    else:
+        bad += _look_aside(case, old, new, root) if outcome == "aside" else _look_beside(case, root, outcome)
     if not bad:
-        bad += _save_next(case, expected, after, root)
+        bad += _save_next(case, expected, after, root) if case.scenario != "retention" else _run_next(case, expected, after, root)
     return Verdict(tuple(bad), outcome)
 
 
@@ -90,7 +95,7 @@ def cleaned_up(root: str, statuses: Sequence[int], fault: Fault) -> list[str]:
     coordinator = statuses[0]
     if fault.rank == 0 or not os.WIFEXITED(coordinator) or os.WEXITSTATUS(coordinator) != STOPPED:
         return []
-    return [f"{name} was not cleaned up" for name in _names(root) if not _STEP.fullmatch(name)]
+    return [f"{name} was not cleaned up" for name in _names(root) if _ATTEMPT.fullmatch(name)]
 
 
 def digest_of(root: str) -> bytes:
@@ -121,8 +126,10 @@ def _add_tree(found: hashlib._Hash, place: str) -> None:
             found.update(content)
 
 
-def _outcome(case: Case, old: State | None, root: str, board: Board) -> str:
+def _outcome(case: Case, old: Mapping[int, State], root: str, board: Board) -> str:
     """What must be there. Where a rank was killed by another's fault within the call that publishes, either may be."""
+    if board.retired:
+        return "retired"
     if board.published:
         return "new"
     if board.aside:
@@ -130,23 +137,26 @@ def _outcome(case: Case, old: State | None, root: str, board: Board) -> str:
     if not board.asked:
         return "old"
     place = case.path(root)
-    return "new" if os.path.lexists(place) and (old is None or not case.replaces or fault_of(place, old) is not None) else "old"
+    return "new" if os.path.lexists(place) and (not case.replaces or fault_of(place, old[case.step]) is not None) else "old"
 
 
-def _expected(case: Case, old: State | None, new: State, outcome: str) -> dict[int, State]:
-    expected: dict[int, State] = {}
-    if old is not None and case.old_step is not None:
-        expected[case.old_step] = old
-    if outcome == "new":
+def _expected(case: Case, old: Mapping[int, State], new: State, outcome: str) -> dict[int, State]:
+    expected = dict(old)
+    if outcome in ("new", "retired"):
         expected[case.step] = new
     if outcome == "aside":
         del expected[case.step]
+    if outcome == "retired" and case.retired_step is not None:
+        del expected[case.retired_step]
     return expected
 
 
 def _look(root: str, expected: Mapping[int, State]) -> list[str]:
     """Exactly these steps are there, each whole."""
-    found = committed_steps(root)
+    try:
+        found = committed_steps(root)
+    except Exception as error:
+        return [f"steps cannot be listed: {type(error).__name__}: {error}"]
     if found != sorted(expected):
         return [f"steps {found} are committed, not {sorted(expected)}"]
     named = sorted(name for name in _names(root) if _STEP.fullmatch(name))
@@ -167,13 +177,26 @@ def _look_beside(case: Case, root: str, outcome: str) -> list[str]:
     return [f"{name} is left, and is no attempt" for name in names if not _ATTEMPT.fullmatch(name)]
 
 
-def _look_aside(case: Case, old: State | None, new: State, root: str) -> list[str]:
+def _look_at_root(root: str, expected: Mapping[int, State]) -> list[str]:
+    """A root has its epochs and its hint, beside steps only attempts and trash, and names the newest step."""
+    names = [name for name in _names(root) if not (_STEP.fullmatch(name) or _ATTEMPT.fullmatch(name) or _TRASH.fullmatch(name))]
+    if sorted(names) != [".epochs", "LATEST"]:
+        return [f"beside steps, attempts and trash there are {sorted(names)}"]
+    try:
+        hint, latest = RunRoot(root).hint(), RunRoot(root).latest()
+    except Exception as error:
+        return [f"the hint: {type(error).__name__}: {error}"]
+    if hint is None or hint.step not in expected or latest != max(expected):
+        return [f"LATEST names {hint}, the newest step is said to be {latest}, and is {max(expected)}"]
+    return []
+
+
+def _look_aside(case: Case, old: Mapping[int, State], new: State, root: str) -> list[str]:
     """Between two renames the old one is whole in the trash, and the new one whole in its attempt."""
     names = sorted(name for name in _names(root) if not _STEP.fullmatch(name))
     if len(names) != 2 or not _ATTEMPT.fullmatch(names[0]) or not _TRASH.fullmatch(names[1]):
         return [f"between two renames {names} are there"]
-    assert old is not None
-    faults = [fault_of(os.path.join(root, name), state) for name, state in zip(names, (new, old), strict=True)]
+    faults = [fault_of(os.path.join(root, name), state) for name, state in zip(names, (new, old[case.step]), strict=True)]
     return [f"{name}: {fault}" for name, fault in zip(names, faults, strict=True) if fault is not None]
 
 
@@ -195,6 +218,23 @@ def _save_next(case: Case, expected: Mapping[int, State], after: State, root: st
     if found.pop(name, None) is None or found != before:
         return [f"the next save left {sorted(found)} beside its step, where {sorted(before)} were, or changed one of them"]
     return []
+
+
+def _run_next(case: Case, expected: Mapping[int, State], after: State, root: str) -> list[str]:
+    """The next run claims the root, saves a step, keeps two: these two are there, and nothing else but what a root has."""
+    step = max(expected) + 1
+    try:
+        steps = RunRoot(root)
+        claim = steps.claim("next run")
+        save_in_turn(after.ranks, lambda: ShardWriter(steps.path_of(step), codec=case.codec, threads=1, fence=claim))
+        keep_two(steps, step, claim)
+    except Exception as error:
+        return [f"the next run fails: {type(error).__name__}: {error}"]
+    left = {step - 1: expected[step - 1], step: after}
+    names = sorted([".epochs", "LATEST", *map(step_name, left)])
+    if sorted(_names(root)) != names:
+        return [f"the next run left {sorted(_names(root))}, not {names}"]
+    return [f"after the next run: {fault}" for fault in _look(root, left) + _look_at_root(root, left)]
 
 
 def _names(root: str) -> list[str]:

@@ -22,6 +22,7 @@ from faults.campaign.outcome import MAX_BAD
 
 from dcp_engine import ShardWriter
 from dcp_engine.storage.backends.calls import installed
+from dcp_engine.storage.root import RunRoot
 from dcp_engine.storage.steps import step_name
 
 __all__ = ["Found", "Harness", "faults_of"]
@@ -57,6 +58,7 @@ class Harness:
         self.found = found
         self._mutant = mutant
         self._board = Board(_MAX_RANKS)
+        self._template: dict[str, bytes | None] = {}
         self._known: dict[tuple[object, ...], Verdict] = {}
         self._place = tempfile.mkdtemp(prefix="crash-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         self._root = os.path.join(self._place, "root")
@@ -80,33 +82,33 @@ class Harness:
                     break
                 self._die(case, fault, old, new, after, goes_on=number % 2 == 1)
 
-    def _prepare(self, case: Case) -> tuple[State | None, State, State]:
-        """The states of a case, and the files of the older step."""
-        old, new, after = (make_state(case.kind, case.world_size, f"{case.version}-{name}") for name in ("old", "new", "after"))
-        if case.kind == "blocks":
-            old, after = (make_state("tiny", case.world_size, f"{case.version}-{name}") for name in ("old", "after"))
-        after = make_state("tiny" if case.kind == "blocks" else case.kind, 1, f"{case.version}-after")
-        self._template: dict[str, bytes] = {}
-        if case.old_step is None:
-            return None, new, after
-        path = os.path.join(self._place, step_name(case.old_step))
-        save_in_turn(old.ranks, lambda: ShardWriter(path, codec=case.codec, threads=1))
-        for name in os.listdir(path):
-            with open(os.path.join(path, name), "rb") as file:
-                self._template[name] = file.read()
-        shutil.rmtree(path)
-        return old, new, after
+    def _prepare(self, case: Case) -> tuple[dict[int, State], State, State]:
+        """The states of a case, old ones by step, and the tree that is there before the save."""
+        small = "tiny" if case.kind == "blocks" else case.kind
+        old = {step: make_state(small, case.world_size, f"{case.version}-old{step}") for step in case.old_steps}
+        shutil.rmtree(self._root, ignore_errors=True)
+        root = RunRoot(self._root)
+        claim = root.claim("earlier run") if case.scenario == "retention" else None
+        for step, state in old.items():
+            path = root.path_of(step)
+            save_in_turn(state.ranks, lambda path=path: ShardWriter(path, codec=case.codec, threads=1, fence=claim))  # type: ignore[misc]
+        if claim is not None:
+            root.set_latest(max(old), claim)
+            os.mkdir(os.path.join(self._root, f".tmp-{step_name(case.step)}-{'5' * 32}"))
+        self._template = dict(_files(self._root, ""))
+        new = make_state(case.kind, case.world_size, f"{case.version}-new")
+        return old, new, make_state(small, 1, f"{case.version}-after")
 
-    def _lay_out(self, case: Case) -> None:
+    def _lay_out(self) -> None:
         """The root as it is before the save."""
         shutil.rmtree(self._root, ignore_errors=True)
         self._board.clear()
-        if case.old_step is None:
-            return
-        path = os.path.join(self._root, step_name(case.old_step))
-        os.makedirs(path)
         for name, content in self._template.items():
-            with open(os.path.join(path, name), "wb", buffering=0) as file:
+            place = os.path.join(self._root, name)
+            if content is None:
+                os.makedirs(place)
+                continue
+            with open(place, "wb", buffering=0) as file:
                 file.write(content)
 
     def _run_ranks(self, case: Case, new: State, fault: Fault | None, *, goes_on: bool, names: str | None = None) -> list[int]:
@@ -114,8 +116,15 @@ class Harness:
 
         def job(link: Link) -> None:
             alike(link.rank)
-            exchange = case.scenario != "two renames"
-            calls = KillingCalls(link.rank, case.path(self._root), self._board, fault, exchange=exchange)
+            target, retires = case.path(self._root), case.retired_step
+            calls = KillingCalls(
+                link.rank,
+                target,
+                self._board,
+                fault,
+                retires=None if retires is None else os.path.join(self._root, step_name(retires)),
+                exchange=case.scenario != "two renames",
+            )
             with installed(calls), self._mutant():
                 case.save(link, new, self._root, goes_on=goes_on)
             self._board.set_finished(link.rank)
@@ -128,7 +137,7 @@ class Harness:
 
     def _count(self, case: Case, new: State) -> list[list[str]]:
         """The calls of each rank, in a save where nobody dies."""
-        self._lay_out(case)
+        self._lay_out()
         names = os.path.join(self._place, "calls-")
         bad = judge_ends(self._run_ranks(case, new, None, goes_on=False, names=names), None)
         if bad:
@@ -141,15 +150,15 @@ class Harness:
         self.found.facts["calls"] += sum(map(len, calls))
         return calls
 
-    def _die(self, case: Case, fault: Fault, old: State | None, new: State, after: State, *, goes_on: bool) -> None:
-        self._lay_out(case)
+    def _die(self, case: Case, fault: Fault, old: dict[int, State], new: State, after: State, *, goes_on: bool) -> None:
+        self._lay_out()
         statuses = self._run_ranks(case, new, fault, goes_on=goes_on)
         if self._board.calls(fault.rank) < fault.call:
             self.found.facts["not reached"] += 1  # with several threads a save may take some calls fewer
             return
         bad = judge_ends(statuses, fault)
         bad += cleaned_up(self._root, statuses, fault) if goes_on else []
-        # A tree that is the same to the last byte, after a save that came as far, is judged once: readers and the next save see nothing else.
+        # A tree that is the same to the last byte, after a save that came as far, is judged once: readers and the next save see no more.
         key = (*self._board.progress(), digest_of(self._root))
         verdict = self._known.get(key)
         if verdict is None:
@@ -169,6 +178,20 @@ class Harness:
             os.unlink(self._errors)
         if bad:
             self.found.bad.append(f"{case}; {fault or 'nobody died'}: {'; '.join(bad)}")
+
+
+def _files(place: str, inner: str) -> Iterator[tuple[str, bytes | None]]:
+    """Everything under a directory, itself included: relative path and content, None for a directory; outer ones first."""
+    if not os.path.isdir(place):
+        return
+    yield inner, None
+    for name in sorted(os.listdir(place)):
+        path, relative = os.path.join(place, name), os.path.join(inner, name)
+        if os.path.isdir(path):
+            yield from _files(path, relative)
+        else:
+            with open(path, "rb") as file:
+                yield relative, file.read()
 
 
 def faults_of(case: Case, calls: Iterable[Iterable[str]]) -> Iterator[Fault]:
