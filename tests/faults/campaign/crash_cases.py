@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from faults.campaign.crash_ranks import Link, PeerGoneError, save_as_rank
-from faults.campaign.crash_states import KINDS, State
+from faults.campaign.crash_states import State
 
 from dcp_engine import ShardWriter
 from dcp_engine.storage.epochs import EpochClaim
 from dcp_engine.storage.root import RunRoot
 from dcp_engine.storage.steps import step_name
 
-__all__ = ["SCENARIOS", "Case", "full_cases", "keep_two", "quick_cases"]
+__all__ = ["SCENARIOS", "Case", "keep_two"]
 
 SCENARIOS: Final = {
     "first": "into an empty directory, which does not exist yet",
@@ -26,7 +24,6 @@ SCENARIOS: Final = {
     "retention": "under a claim of the root, beside two older steps and a dead attempt; then LATEST moves and the oldest step goes",
     "again": "once more after a failed save, by the same writer, which removes what that left",
 }
-_CODECS: Final = ("raw", "zstd", "planes", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,29 +100,3 @@ def keep_two(root: RunRoot, step: int, claim: EpochClaim) -> None:
     root.set_latest(step, claim)
     root.prune(2, claim)
     root.clean(claim, older_than_secs=0)
-
-
-def quick_cases(seed: int) -> Iterator[Case]:
-    """Every scenario in every world, states, codecs and threads taken in turn."""
-    turns = itertools.count(seed)
-    for world_size, scenario in itertools.product((1, 2, 4), SCENARIOS):
-        turn = next(turns)
-        kinds = [kind for kind in KINDS if kind != "blocks"]
-        for number in range(2 if world_size == 1 else 1):
-            yield Case(
-                scenario=scenario,
-                kind=kinds[(turn + number) % len(kinds)],
-                world_size=world_size,
-                codec=_CODECS[(turn + number) % len(_CODECS)],
-                threads=1 + 2 * ((turn // 2 + number) % 2),
-                version=seed,
-            )
-    yield Case(scenario="next", kind="blocks", world_size=2, codec="planes", version=seed)
-
-
-def full_cases(seed: int) -> Iterator[Case]:
-    """Every combination, again and again with other values."""
-    for version in itertools.count(seed):
-        for kind, scenario, world_size in itertools.product(KINDS, SCENARIOS, (1, 2, 4)):
-            for codec, threads in itertools.product(_CODECS, (1, 3)):
-                yield Case(scenario=scenario, kind=kind, world_size=world_size, codec=codec, threads=threads, version=version)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import LoadPlanner, SavePlanner, StorageReader
 from dcp_engine import BalancedSavePlanner
 from dcp_engine.planners import save as planner_module
 
-__all__ = ["BROKEN", "DONE", "STOPPED", "Link", "PeerGoneError", "load_alone", "run_ranks", "save_as_rank", "save_in_turn"]
+__all__ = ["BROKEN", "DONE", "STOPPED", "Link", "PeerGoneError", "Stage", "load_alone", "run_ranks", "save_as_rank", "save_in_turn"]
 
 DONE: Final = 0
 STOPPED: Final = 3
@@ -160,12 +160,13 @@ def load_alone(state: dict[str, Any], reader: StorageReader, planner: LoadPlanne
     reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def run_ranks(world_size: int, job: Callable[[Link], None], errors: str) -> list[int]:
+def run_ranks(world_size: int, job: Callable[[Link], None], errors: str, *, gate: Callable[[int], None] | None = None) -> list[int]:
     """Forks a process for each rank, in a process group of their own, and waits for all.
 
     Args:
         job: what each does with its connections.
         errors: a file that gets the text of what went wrong, beside a rank's death and ``PeerGoneError``.
+        gate: is given the process of the first rank, before whose ``job`` it returns.
 
     Returns:
         for each rank, its status as ``os.waitpid`` gives it.
@@ -173,15 +174,27 @@ def run_ranks(world_size: int, job: Callable[[Link], None], errors: str) -> list
     pairs = [Pipe() for _ in range(world_size - 1)]
     links = [[near for near, _ in pairs], *([far] for _, far in pairs)]
     pids: list[int] = []
+    opened, opens = Pipe(duplex=False)
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            _be(rank, pids, links, job, errors)
+            opens.close()
+            _be(rank, pids, links, job if gate is None or rank else lambda link: job(_awaited(opened, link)), errors)
         pids.append(pid)
         os.setpgid(pid, pids[0])  # by both, since either may come first
-    for connection in (connection for connections in links for connection in connections):
+    for connection in (opened, *(connection for connections in links for connection in connections)):
         connection.close()
+    if gate is not None:
+        gate(pids[0])
+    opens.close()
     return [os.waitpid(pid, 0)[1] for pid in pids]
+
+
+def _awaited(opened: Connection, link: Link) -> Link:
+    """Returns when the other end is closed."""
+    with contextlib.suppress(EOFError):
+        opened.recv_bytes()
+    return link
 
 
 def _be(rank: int, before: Sequence[int], links: list[list[Connection]], job: Callable[[Link], None], errors: str) -> NoReturn:
@@ -210,3 +223,48 @@ def _be(rank: int, before: Sequence[int], links: list[list[Connection]], job: Ca
 
 
 torch.set_num_threads(1)  # a process with threads must not fork
+
+
+class Stage:
+    """A process that has done all of a save up to its first system call, and forks from there whoever is to die.
+
+    Half of a small save is planning, and most of what a fork costs is the memory that it writes to first.
+
+    Args:
+        job: of the one rank. It has to call ``serve`` of the stage that it is given where the forks are to begin.
+        errors: as for ``run_ranks``.
+    """
+
+    def __init__(self, job: Callable[[Link, Stage], None], errors: str) -> None:
+        self._here, self._there = Pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._here.close()
+            _be(0, [], [[]], lambda link: job(link, self), errors)
+        self._there.close()
+
+    def serve(self) -> Any:
+        """Returns, in a new process each time, what was asked to be run; never in the stage itself."""
+        signal.alarm(0)
+        while True:
+            try:
+                asked = pickle.loads(self._there.recv_bytes())
+            except EOFError:
+                os._exit(DONE)
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(_HANG_SECS)
+                self._there.close()
+                return asked
+            self._there.send_bytes(pickle.dumps(os.waitpid(pid, 0)[1]))
+
+    def run(self, asked: Any) -> int:
+        """Has one more process go on from there, and returns how it ended, as ``os.waitpid`` gives it."""
+        self._here.send_bytes(pickle.dumps(asked))
+        status: int = pickle.loads(self._here.recv_bytes())
+        return status
+
+    def close(self) -> None:
+        """Ends the stage."""
+        self._here.close()
+        os.waitpid(self._pid, 0)
