@@ -236,6 +236,7 @@ class Stage:
     """
 
     def __init__(self, job: Callable[[Link, Stage], None], errors: str) -> None:
+        self._errors = errors
         self._here, self._there = Pipe()
         self._pid = os.fork()
         if self._pid == 0:
@@ -260,8 +261,11 @@ class Stage:
 
     def run(self, asked: Any) -> int:
         """Has one more process go on from there, and returns how it ended, as ``os.waitpid`` gives it."""
-        self._here.send_bytes(pickle.dumps(asked))
-        status: int = pickle.loads(self._here.recv_bytes())
+        try:
+            self._here.send_bytes(pickle.dumps(asked))
+            status: int = pickle.loads(self._here.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise ChildProcessError(f"the save ended before its first system call; {self._errors} says why") from error
         return status
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ _CALLS: Final = (
     "getdents64",
     "flock",
 )
-_LINE = re.compile(r"^(?:\d+\s+)?(\w+)\(")
+_LINE = re.compile(r"^(\d+\s+)?(\w+)\(")
 _ATTACH_SECS: Final = 10.0
 # What the layer's methods become in the kernel, of those that change something.
 _CHANGES: Final = {
@@ -80,19 +80,20 @@ def traced(log: str, *, kill: tuple[str, int] | None = None) -> Iterator[Gate]:
             tracer.wait()  # it ends with what it traces
 
 
-def calls_in(log: str) -> dict[str, int]:
-    """How often each call was made; empty where nothing was traced."""
-    try:
-        with open(log, encoding="utf-8", errors="replace") as file:
-            return dict(Counter(match[1] for line in file if (match := _LINE.match(line))))
-    except FileNotFoundError:
-        return {}
+def calls_in(log: str) -> list[Counter[str]]:
+    """How often each thread made each call; empty where nothing was traced. A tracer counts for each thread apart."""
+    threads: dict[str, Counter[str]] = {}
+    with contextlib.suppress(FileNotFoundError), open(log, encoding="utf-8", errors="replace") as file:
+        for match in filter(None, map(_LINE.match, file)):
+            threads.setdefault(match[1] or "", Counter())[match[2]] += 1
+    return list(threads.values())
 
 
-def bypassed(true_calls: dict[str, int], counted: Iterable[str]) -> list[str]:
+def bypassed(true_calls: Iterable[Counter[str]], counted: Iterable[str]) -> list[str]:
     """Calls that change something and did not come through the layer, or came through it and were never made."""
     names = Counter(counted)
-    found = {name: sum(true_calls.get(true, 0) for true in trues) for name, trues in _CHANGES.items()}
+    total = sum(true_calls, Counter[str]())
+    found = {name: sum(total[true] for true in trues) for name, trues in _CHANGES.items()}
     return [f"{name} was called {names[name]} times, and made {found[name]} times" for name in _CHANGES if names[name] != found[name]]
 
 

@@ -246,7 +246,7 @@ class Harness:
         with open(f"{names}0", encoding="ascii") as file:
             bad = bypassed(true_calls, file.read().split("\n"))
         self._report(case, None, bad)
-        moments = [(name, number) for name, count in true_calls.items() for number in range(1, count + 1)]
+        moments = sorted({(name, number) for calls in true_calls for name, count in calls.items() for number in range(1, count + 1)})
         for name, number in random.Random(seed).sample(moments, min(num_points, len(moments))):
             self._lay_out()
             with traced(log, kill=(name, number)) as gate:
