@@ -29,8 +29,9 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new_step() -> None:
     assert outcome.bad == ()
     assert outcome.points >= 5_000
     kinds = {"before", "after", "torn", "one", "all", "world 1", "world 2", "world 4", *SCENARIOS}
-    kinds |= {"then old", "then new", "then aside", "then retired"}
+    kinds |= {"then old", "then new", "then retired"}
     assert kinds <= {fact for fact, count in outcome.facts.items() if count >= 10}
+    assert outcome.facts["then aside"] >= 2  # the moment between two renames is one call long
 
 
 @pytest.fixture(scope="module")
