@@ -1,0 +1,72 @@
+"""DCP and the engine under the same faults: the quick part of the campaign, and proof that its verdicts mean what they say."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from faults.campaign import peer
+from faults.campaign.faulty_calls import Call, Fault
+from faults.campaign.outcome import Outcome
+from faults.campaign.peer import Dcp, Engine
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.slow
+def test_the_engine_loses_nothing_and_is_never_silent() -> None:
+    outcome = peer.run(full=False, seed=0)
+    assert outcome.bad == ()
+    for row in peer.ROWS:
+        ours = peer.shares(outcome.facts, "dcp-engine", row)
+        assert (ours["lost"], ours["silent"]) == (0, 0), row
+        for side in ("DCP", "dcp-engine"):
+            assert sum(peer.shares(outcome.facts, side, row).values()) >= 2, (side, row)
+    assert outcome.points >= 700
+    # What it is there to show: in any version so far, overwriting in place cannot be undone.
+    assert peer.shares(outcome.facts, "DCP", "killed at an I/O call, overwriting")["lost"] >= 1
+
+
+@pytest.mark.parametrize("side", [Dcp(), Engine()], ids=["dcp", "engine"])
+def test_a_save_without_faults_is_the_step_that_was_saved(side: peer.Side, tmp_path: Path) -> None:
+    side.save(tmp_path / "step", 1)
+    assert peer.step_of(lambda: side.load(tmp_path / "step")) == 1
+    side.save(tmp_path / "step", 2)
+    assert peer.step_of(lambda: side.load(tmp_path / "step")) == 2
+    assert peer.step_of(lambda: side.load(tmp_path / "nowhere")) is None
+
+
+@pytest.mark.parametrize("side", [Dcp(), Engine()], ids=["dcp", "engine"])
+def test_the_same_calls_are_made_in_every_run(side: peer.Side, tmp_path: Path) -> None:
+    assert side.save(tmp_path / "a" / "step", 1) == side.save(tmp_path / "b" / "step", 1)
+
+
+def test_values_of_two_steps_together_are_no_step() -> None:
+    mixed = {"model": {**peer.state(1)["model"], "a": peer.state(2)["model"]["a"]}}
+    assert peer.step_of(lambda: mixed) == 0
+    assert peer.step_of(lambda: peer.state(2)) == 2
+
+
+def test_an_error_of_the_disk_reaches_dcp_where_it_is_put(tmp_path: Path) -> None:
+    fault = Fault(Call("write", ".metadata.tmp", 0), "ENOSPC")
+    with pytest.raises(OSError, match="No space left"):
+        Dcp().save(tmp_path / "step", 1, fault)
+
+
+def test_every_flip_is_undone(tmp_path: Path) -> None:
+    before: dict[str, bytes] = {}
+    for side, _, verdict, _ in peer._flips(Engine(), tmp_path, 3, random.Random(0)):
+        assert (side, verdict) == ("dcp-engine", "told")
+        files = {file.name: file.read_bytes() for file in next(tmp_path.glob("*/step")).iterdir()}
+        before = before or files
+        assert files == before
+
+
+def test_the_table_shows_both_sides() -> None:
+    facts = {"DCP: a bit flips in a data file: silent": 3, "dcp-engine: a bit flips in a data file: told": 4}
+    text = peer.extra(Outcome(part="peer", points=7, seed=0, facts=facts, bad=(), secs=0.0))
+    lines = text.splitlines()
+    assert lines[0].startswith("| fault | DCP: faults | DCP: right |")
+    assert "| a bit flips in a data file | 3 | 0 | 0 | 0 | 3 | 4 | 0 | 4 | 0 | 0 |" in lines
+    assert len(lines) == 2 + len(peer.ROWS)
