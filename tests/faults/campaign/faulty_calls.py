@@ -7,7 +7,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -101,6 +101,7 @@ class FaultyCalls(SystemCalls):
         self._seen: Counter[tuple[str, str]] = Counter()
         self._names: dict[int, str] = {}
         self._begun = False
+        self._interrupts_left = 1 if fault is not None and fault.lasts == "once" else _INTERRUPTS
         self._lock = threading.Lock()
 
     @property
@@ -140,13 +141,22 @@ class FaultyCalls(SystemCalls):
             return self._real(method, (args[0], _half(args[1]), args[2]))
         if fault.kind == "EINTR":
             module, attribute = _INTERRUPTIBLE[method]
-            with mock.patch.object(
-                module, attribute, _Interrupted(getattr(module, attribute), 1 if fault.lasts == "once" else _INTERRUPTS)
-            ):
+            with mock.patch.object(module, attribute, self._interrupted(getattr(module, attribute))):
                 return self._real(method, args)
         if method == "close" or fault.done:  # a descriptor is free after close, whatever that reports
             self._real(method, args)
         raise OSError(ERRNOS[fault.kind], os.strerror(ERRNOS[fault.kind]))
+
+    def _interrupted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, after the interrupts that are left."""
+
+        def call(*args: Any) -> Any:
+            if self._interrupts_left:
+                self._interrupts_left -= 1
+                raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+            return function(*args)
+
+        return call
 
     def _real(self, method: str, args: tuple[Any, ...]) -> Any:
         result = getattr(SystemCalls, method)(self, *args)
@@ -157,20 +167,6 @@ class FaultyCalls(SystemCalls):
 
     def _label(self, path: str) -> str:
         return _NONCE.sub("*", os.path.relpath(path, self._root))
-
-
-class _Interrupted:
-    """A function that is interrupted some times before it is done."""
-
-    def __init__(self, function: Any, times: int) -> None:
-        self._function = function
-        self._times = times
-
-    def __call__(self, *args: Any) -> Any:
-        if self._times:
-            self._times -= 1
-            raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
-        return self._function(*args)
 
 
 def _half(views: Sequence[memoryview]) -> list[memoryview]:
