@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults.campaign import peer
@@ -21,10 +24,10 @@ def test_the_engine_loses_nothing_and_is_never_silent() -> None:
     assert outcome.bad == ()
     for row in peer.ROWS:
         ours = peer.shares(outcome.facts, "dcp-engine", row)
-        assert (ours["lost"], ours["silent"]) == (0, 0), row
+        assert (ours["lost"], ours["silent"], ours["died"]) == (0, 0, 0), row
         for side in SIDES:
             assert sum(peer.shares(outcome.facts, side.NAME, row).values()) >= 2, (side, row)
-    assert outcome.points >= 1000
+    assert outcome.points >= 900
     # What it is there to show: in any version so far, overwriting in place cannot be undone.
     assert peer.shares(outcome.facts, ONE_THREAD.NAME, "killed at an I/O call, overwriting")["lost"] >= 1
 
@@ -64,10 +67,20 @@ def test_every_flip_is_undone(tmp_path: Path) -> None:
         assert files == before
 
 
+def test_a_load_that_takes_its_process_down_is_told_from_one_that_fails() -> None:
+    def fail() -> dict[str, Any]:
+        raise ValueError("damaged")
+
+    assert peer._verdict_apart(fail) == "told"
+    assert peer._verdict_apart(lambda: peer.state(1)) == "right"
+    assert peer._verdict_apart(lambda: peer.state(2)) == "silent"
+    assert peer._verdict_apart(lambda: os.kill(os.getpid(), signal.SIGKILL) or {}) == "died"
+
+
 def test_the_table_shows_both_sides() -> None:
     facts = {"DCP, 2 threads: a bit flips in a data file: silent": 3, "dcp-engine: a bit flips in a data file: told": 4}
     text = peer.extra(Outcome(part="peer", points=7, seed=0, facts=facts, bad=(), secs=0.0))
     lines = text.splitlines()
-    assert "| a bit flips in a data file | DCP, 2 threads | 3 | 0 | 0 | 0 | 3 |" in lines
-    assert "| a bit flips in a data file | dcp-engine | 4 | 0 | 4 | 0 | 0 |" in lines
+    assert "| a bit flips in a data file | DCP, 2 threads | 3 | 0 | 0 | 0 | 3 | 0 |" in lines
+    assert "| a bit flips in a data file | dcp-engine | 4 | 0 | 4 | 0 | 0 | 0 |" in lines
     assert len(lines) == 2 + 3 * len(peer.ROWS)

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import tempfile
-import threading
 import time
 import warnings
 from collections import Counter
@@ -20,14 +19,16 @@ from typing import Any
 from unittest import mock
 
 from faults.campaign import real_limits
-from faults.campaign.faulty_calls import ERRNOS, Call, Fault, FaultyCalls, RunawayError, faults_of
+from faults.campaign.errors_checks import BrokenError, check_told, must_be_told, nothing_left, snapshot, whole
+from faults.campaign.errors_root import OPERATIONS, check_operation, operation_calls
+from faults.campaign.faulty_calls import Call, Fault, FaultyCalls, RunawayError, faults_of
 from faults.campaign.outcome import MAX_BAD, Outcome
 from faults.campaign.ranks_in_turn import RanksFailedError, merged, same_state, save_in_turn, state_of, writers_for
 from support.engine import load
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_engine import verify_checkpoint
-from dcp_engine.errors import CommitStateUnknownError, DcpEngineError, StorageError, TruncatedFileError
+from dcp_engine.errors import CommitStateUnknownError, StorageError, TruncatedFileError
 from dcp_engine.storage import publish_posix
 from dcp_engine.storage.backends.calls import installed
 
@@ -74,10 +75,6 @@ SCENARIOS = tuple(
         Scenario("overwrite without exchange", world_size, target=_OLD, exchanges=False),
     )
 )
-
-
-class BrokenError(Exception):
-    """A promise does not hold; the text says which."""
 
 
 def run(*, full: bool, seed: int, workers: int = 1) -> Outcome:
@@ -138,16 +135,23 @@ def _all_points(place: Path, full: bool, seed: int) -> Iterator[tuple[str, str]]
     save_in_turn(writers_for(saved / _OLD, 2), [state_of(1, rank) for rank in range(2)])
     for read in READS:
         points += [(read, fault) for fault in faults_of(read_calls(read, saved))]
+    for operation in OPERATIONS:
+        points += [(operation, fault) for fault in faults_of(operation_calls(operation, place))]
     for what, fault in points if full else sampled(points, _QUICK_POINTS, seed):
         name = f"{what.name}, {what.world_size} ranks" if isinstance(what, Scenario) else what
         try:
-            survived = check_save(what, fault, place) if isinstance(what, Scenario) else check_read(what, fault, saved)
-            text = ""
+            survived, text = _check(what, fault, place, saved), ""
         except (BrokenError, RunawayError) as error:
             survived, text = False, f"{name}: {fault}: {error}"
         except Exception as error:  # the checks themselves must not end the campaign; what they met is a finding
             survived, text = False, f"{name}: {fault}: {error!r}"
         yield text, f"{fault.kind} {'survived' if survived else 'told'}"
+
+
+def _check(what: Scenario | str, fault: Fault, place: Path, saved: Path) -> bool:
+    if isinstance(what, Scenario):
+        return check_save(what, fault, place)
+    return check_read(what, fault, saved) if what in READS else check_operation(what, fault, place)
 
 
 def _fast_place() -> str | None:
@@ -159,62 +163,6 @@ def _impatient() -> Iterator[None]:
     """A rank does not wait 15 seconds for a directory that a fault hides from it."""
     with mock.patch.multiple(publish_posix, _VISIBILITY_SECS=0.02, _POLL_SECS=0.005):
         yield
-
-
-@contextlib.contextmanager
-def nothing_left() -> Iterator[None]:
-    """Raises :class:`BrokenError` where a block leaves descriptors or threads behind."""
-    before = (set(os.listdir("/proc/self/fd")), threading.active_count())
-    yield
-    fds = set(os.listdir("/proc/self/fd"))
-    if len(fds) > len(before[0]):
-        names = [os.readlink(f"/proc/self/fd/{fd}") for fd in fds - before[0] if os.path.lexists(f"/proc/self/fd/{fd}")]
-        raise BrokenError(f"descriptors are left open: {names}")
-    if threading.active_count() > before[1]:
-        raise BrokenError(f"threads are left: {threading.enumerate()}")
-
-
-def snapshot(path: Path) -> dict[str, bytes] | None:
-    """Content of every file of a step, or None where there is none."""
-    return {file.name: file.read_bytes() for file in path.iterdir()} if path.is_dir() else None
-
-
-def whole(path: Path, step: int, world_size: int) -> bool:
-    """Whether a path holds exactly the step that was saved with this number, by verifying and by loading."""
-    if verify_checkpoint(path, threads=1).faults:
-        return False
-    template = merged([state_of(step, rank, filled=False) for rank in range(world_size)])
-    return same_state(load(template, path), merged([state_of(step, rank) for rank in range(world_size)]))
-
-
-def check_told(error: BaseException, fault: Fault) -> None:
-    """Raises :class:`BrokenError` unless an error is ours and says what failed."""
-    if not isinstance(error, DcpEngineError):
-        raise BrokenError(f"an error that is not of the engine: {error!r}")
-    if error.path is None:
-        raise BrokenError(f"the error does not say where: {error}")
-    if fault.kind in ERRNOS and os.strerror(ERRNOS[fault.kind]) not in str(error) and getattr(error, "errno", None) != ERRNOS[fault.kind]:
-        raise BrokenError(f"the error does not give the reason: {error}")
-    if fault.kind == "EINTR":
-        raise BrokenError(f"an interrupted call was not repeated: {error}")
-    if fault.kind == "short":
-        raise BrokenError(f"a short transfer was not continued: {error}")
-    name = os.path.basename(fault.call.name)
-    of_file = fault.call.method in ("pwritev", "preadv", "fsync", "fstat", "open") and name in _FILES and fault.lasts == "once"
-    if of_file and error.file is None:
-        raise BrokenError(f"the error does not name the file {name}: {error}")
-
-
-def must_be_told(fault: Fault) -> bool:
-    """Whether a save that goes through in spite of a fault may rest on bytes or names that are not durable."""
-    call = fault.call
-    if fault.kind not in ERRNOS or call.method not in ("pwritev", "fsync", "close"):
-        return False
-    # A close of COMPLETE may be that of a reader; those of directories and of files that were only read tell nothing about bytes.
-    return call.method != "close" or (os.path.basename(call.name) in _FILES - {"COMPLETE"} and call.name.startswith(".tmp-"))
-
-
-_FILES = frozenset({"MANIFEST", "COMPLETE", *(f"{part}-0000{rank}.shard" for part in ("model", "optimizer", "state") for rank in (0, 1))})
 
 
 # -- saves ---------------------------------------------------------------------------------------------------------------
