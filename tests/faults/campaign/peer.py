@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import tempfile
@@ -45,6 +46,8 @@ ROWS = (_FAILS_FIRST, _FAILS_OVER, _KILLED, _POWER, _DATA, _META)
 _SHAPES = {"a": (64, 100), "b": (5_000,), "c": (3, 41), "d": (7_000,)}
 _THREADS = 2
 _LOAD_SECS = 30
+_LOAD_BYTES = 2 * 2**30
+"""What a load of damage may take: a flipped bit in a pickle may ask for tens of gigabytes."""
 _Point = tuple[str, str, str, str]
 """Side, row, verdict, and what it was, for messages."""
 
@@ -316,6 +319,8 @@ def _verdict_apart(load: Callable[[], dict[str, Any]]) -> str:
         code = len(VERDICTS)
         try:
             signal.alarm(_LOAD_SECS)
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + _LOAD_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), 2)  # the interpreter's own complaints about what was unpickled
             code = VERDICTS.index({None: "told", 1: "right"}.get(step_of(load), "silent"))
