@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help install test check lint types demo bench clean
+.PHONY: help install test check lint types demo faults bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -48,6 +48,9 @@ types: $(STAMP)  ## mypy --strict and the import contracts, on an installed copy
 
 demo: $(STAMP)  ## the main job: train, lose a rank in the middle of a save, come back on other topologies, prove it
 	$(BIN)/dcp-engine demo
+
+faults: $(STAMP)  ## the whole fault campaign, an hour or more; its tables go to docs/reliability.md
+	PYTHONPATH=tests $(BIN)/python -P -m faults.campaign --full --record --workers $(WORKERS)
 
 # A peer that cannot be installed here costs its own figures only: the rows say so.
 $(VENV)/.peers: $(STAMP)

@@ -137,8 +137,16 @@ class PosixPublisher:
         """The attempt directory, waited for a moment."""
         check_same_target(self._target, ref)
         deadline = time.monotonic() + _VISIBILITY_SECS
-        while not is_directory(ref.attempt):
+        while True:
+            failure = None
+            try:
+                if is_directory(ref.attempt):
+                    return LocalDirectory(ref.attempt)
+            except OSError as error:  # of a network file system, perhaps for a moment
+                failure = error
             if time.monotonic() >= deadline:
+                if failure is not None:
+                    raise storage_failure(failure, "look at the attempt directory", path=ref.attempt) from failure
                 raise RankDisagreementError(
                     "this rank does not see the directory that the coordinator created",
                     path=ref.attempt,
@@ -148,7 +156,6 @@ class PosixPublisher:
             time.sleep(_POLL_SECS)
             with contextlib.suppress(OSError):
                 system().listdir(self._parent)  # makes a network file system ask its server again
-        return LocalDirectory(ref.attempt)
 
     def seal(self, ref: AttemptRef) -> None:
         """Flushes the attempt directory."""
@@ -246,7 +253,7 @@ class PosixPublisher:
             if ref.replaces is None:
                 system().rename(ref.attempt, self._target)
                 return None
-            if system().exchange(ref.attempt, self._target):
+            if self._exchanged(ref):
                 self._check_exchanged(ref, ref.replaces)
             else:
                 self._rename_twice(ref, trash)
@@ -255,6 +262,18 @@ class PosixPublisher:
         with contextlib.suppress(OSError):
             system().rename(ref.attempt, trash)  # an exchange has left the old one here
         return next((place for place in (trash, ref.attempt) if name_exists(place)), None)
+
+    def _exchanged(self, ref: AttemptRef) -> bool:
+        """Swaps the attempt and the target; False where that cannot be done. Repeated while interrupted, unless it took effect."""
+        while True:
+            try:
+                return system().exchange(ref.attempt, self._target)
+            except InterruptedError:
+                there = _nonce_or_error(self._target)
+                if there == ref.nonce:
+                    return True
+                if isinstance(there, DcpEngineError):
+                    raise
 
     def _check_exchanged(self, ref: AttemptRef, replaces: str) -> None:
         """Takes back an exchange that hit a checkpoint which came after the look at the target: nobody asked to replace that."""

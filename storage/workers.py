@@ -15,6 +15,9 @@ from dcp_engine.storage.codecs import Scratch
 
 __all__ = ["WorkerPool", "settled"]
 
+_START_SECS = 2.0
+"""A thread that has not begun by then is not waited for: others do the work."""
+
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
@@ -42,11 +45,8 @@ class WorkerPool:
         self._closed = False
         self._workers: list[threading.Thread] = []
         for index in range(threads):
-            # Daemon, so that a pool that nobody closed never keeps the process from exiting.
-            worker = threading.Thread(target=self._serve, name=f"dcp-engine-worker-{index}", daemon=True)
-            try:
-                worker.start()
-            except RuntimeError:
+            worker = _Worker(self._serve, f"dcp-engine-worker-{index}")
+            if not worker.begin():
                 break  # no (more) threads to be had: those that run suffice, or the caller's thread does the work
             self._workers.append(worker)
 
@@ -141,6 +141,46 @@ class WorkerPool:
             raise
         finally:
             self.return_scratch(scratch)
+
+
+class _StartSignal(threading.Event):
+    """Says that a thread runs. ``Thread.start`` waits for it for ever, also for a thread that died at once for want of memory."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(_START_SECS if timeout is None else timeout)
+
+
+class _Worker(threading.Thread):
+    """A thread that begins, or is known not to.
+
+    Daemon, so that a pool that nobody closed never keeps the process from exiting.
+    """
+
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work = work
+        self._deciding = threading.Lock()
+        self._runs = self._given_up = False
+        self._started = _StartSignal()  # of ``Thread``, which has no other way to bound its wait
+
+    def begin(self) -> bool:
+        """Start; false where the system gives no thread, or not in time, in which case the work is not begun later either."""
+        try:
+            self.start()
+        except (RuntimeError, MemoryError):
+            return False
+        if self._started.is_set():
+            return True
+        with self._deciding:
+            self._given_up = not self._runs
+        return not self._given_up
+
+    def run(self) -> None:
+        with self._deciding:
+            if self._given_up:
+                return
+            self._runs = True
+        self._work()
 
 
 @contextmanager

@@ -9,15 +9,29 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from dcp_engine.storage.backends import linux
 
 __all__ = ["SystemCalls", "installed", "system"]
 
+_Result = TypeVar("_Result")
+
+
+def _repeated(call: Callable[..., _Result], *args: Any) -> _Result:
+    """A call of a name, repeated while a signal interrupts it (some network file systems, FUSE): Python does so for descriptors alone."""
+    while True:
+        try:
+            return call(*args)
+        except InterruptedError:
+            continue
+
 
 class SystemCalls:
     """The calls themselves, with the arguments, results and errors of their namesakes in :mod:`os` and :mod:`linux`.
+
+    A call that was interrupted by a signal is repeated, but for ``exchange``: done twice, it would be undone.
 
     Thread-safety: as the system's own. A subclass is called from many threads at once.
     """
@@ -64,34 +78,34 @@ class SystemCalls:
 
     def lstat(self, path: str) -> os.stat_result:
         """Facts of what has a name; of a link itself."""
-        return os.lstat(path)
+        return _repeated(os.lstat, path)
 
     def stat(self, path: str) -> os.stat_result:
         """Facts of what a name leads to."""
-        return os.stat(path)
+        return _repeated(os.stat, path)
 
     def listdir(self, path: str) -> list[str]:
         """The names in a directory, in no order."""
-        return os.listdir(path)
+        return _repeated(os.listdir, path)
 
     def mkdir(self, path: str, mode: int = 0o777) -> None:
         """A new directory, which must not exist."""
-        os.mkdir(path, mode)
+        _repeated(os.mkdir, path, mode)
 
     def rmdir(self, path: str) -> None:
         """Removes an empty directory."""
-        os.rmdir(path)
+        _repeated(os.rmdir, path)
 
     def unlink(self, path: str) -> None:
         """Removes a name of a file."""
-        os.unlink(path)
+        _repeated(os.unlink, path)
 
     def rename(self, source: str, target: str) -> None:
         """Gives a file or a directory another name; a file or an empty directory of that name gives way."""
-        os.rename(source, target)
+        _repeated(os.rename, source, target)
 
     def exchange(self, one: str, other: str) -> bool:
-        """Swaps two names in one step; False where that cannot be done."""
+        """Swaps two names in one step; False where that cannot be done. After ``InterruptedError``, look before trying again."""
         return linux.exchange(one, other)
 
 

@@ -36,10 +36,10 @@ def file_kind(mode: int) -> str:
 
 
 def is_directory(path: str) -> bool:
-    """Whether a name leads to a directory. False also where that cannot be found out."""
+    """Whether a name leads to a directory. Raises ``OSError`` where that cannot be found out."""
     try:
         return stat.S_ISDIR(system().stat(path).st_mode)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -82,6 +82,7 @@ def is_mount_point(path: str) -> bool:
 def make_directories(path: str) -> None:
     """Creates a directory and its missing parents, each made durable in its own parent; modes follow the umask. Raises ``OSError``."""
     missing = []
+    # What cannot be looked at is not missing: taken for that, the root itself would have no end of parents.
     while not is_directory(path):
         missing.append(path)
         path = os.path.dirname(path)

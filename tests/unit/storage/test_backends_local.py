@@ -15,6 +15,7 @@ import pytest
 from support.checkpoints import unprivileged, world_readable_directory
 
 from dcp_engine.errors import MissingFileError, StorageError, StorageFullError, StoragePermissionError
+from dcp_engine.storage.backends.calls import SystemCalls
 from dcp_engine.storage.backends.directories import is_mount_point, make_directories
 from dcp_engine.storage.backends.linux import exchange
 from dcp_engine.storage.backends.local import LocalDirectory, next_piece_bytes
@@ -44,6 +45,39 @@ def test_files_have_the_modes_of_the_umask(directory: LocalDirectory, umask: int
     assert stat.S_IMODE(os.stat(f"{directory.path}/x").st_mode) == mode
     assert stat.S_IMODE(os.stat(f"{directory.path}/a").st_mode) == 0o777 & ~umask
     assert stat.S_IMODE(os.stat(f"{directory.path}/a/b").st_mode) == 0o777 & ~umask
+
+
+def test_a_parent_that_cannot_be_looked_at_is_an_error_and_no_endless_climb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "stat", fail_with(errno.EIO))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        make_directories(f"{tmp_path}/a/b")
+
+
+@pytest.mark.parametrize("name", ["lstat", "stat", "listdir", "mkdir", "rmdir", "unlink", "rename"])
+def test_a_call_of_a_name_that_is_interrupted_is_repeated(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python repeats calls of descriptors alone."""
+    (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
+    places = {"mkdir": ["new"], "rmdir": ["directory"], "rename": ["file", "other"], "listdir": ["directory"]}.get(name, ["file"])
+    real, left = getattr(os, name), [1, 1]
+
+    def interrupted(*args: object) -> object:
+        if left:
+            left.pop()
+            raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+        return real(*args)
+
+    monkeypatch.setattr(os, name, interrupted)
+    getattr(SystemCalls(), name)(*(str(tmp_path / place) for place in places))
+    monkeypatch.undo()
+    there = {
+        "mkdir": ["directory", "file", "new"],
+        "rmdir": ["file"],
+        "unlink": ["directory"],
+        "rename": ["directory", "other"],
+    }
+    assert sorted(os.listdir(tmp_path)) == there.get(name, ["directory", "file"])
+    assert left == []
 
 
 def test_short_writes_are_continued(directory: LocalDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,6 +252,20 @@ def test_a_rank_on_another_file_system_is_told(target: Path, monkeypatch: pytest
     assert "host" in str(caught.value.found)
 
 
+def test_a_directory_that_cannot_be_looked_at_is_told_with_the_reason(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish_posix, "_VISIBILITY_SECS", 0.0)
+    publisher = open_publisher(target)
+    ref = publisher.begin()
+
+    def stale(path: str) -> NoReturn:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError) as caught:
+        patch.setattr(os, "stat", stale)
+        publisher.attempt(ref)
+    assert (caught.value.errno, caught.value.path) == (errno.ESTALE, ref.attempt)
+
+
 def test_a_directory_that_shows_late_is_waited_for(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = open_publisher(target)
     ref = publisher.begin()
@@ -361,6 +375,29 @@ def test_of_two_writers_that_replace_one_checkpoint_the_first_wins(target: Path)
     with pytest.raises(ConcurrentCommitError):
         publisher.commit(second, MANIFEST, reported)
     assert open_checkpoint(target).marker.nonce == first.nonce
+
+
+@pytest.mark.parametrize("took_effect", [False, True])
+def test_an_interrupted_exchange_is_repeated_unless_it_took_effect(
+    took_effect: bool, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Done twice, it would put the old checkpoint back."""
+    publish(target)
+    exchange, calls = linux.exchange, list[str]()
+
+    def interrupted(one: str, other: str) -> bool:
+        calls.append(one)
+        if len(calls) > 1 or took_effect:
+            exchange(one, other)
+        if len(calls) == 1:
+            raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+        return True
+
+    monkeypatch.setattr(linux, "exchange", interrupted)
+    ref = publish(target, overwrite=True)
+    assert open_checkpoint(target).marker.nonce == ref.nonce
+    assert len(calls) == (1 if took_effect else 2)
+    assert os.listdir(target.parent) == [target.name]
 
 
 def test_a_checkpoint_that_came_between_look_and_exchange_is_put_back(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

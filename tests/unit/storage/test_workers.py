@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dcp_engine.errors import InvalidOptionError
+from dcp_engine.storage import workers
 from dcp_engine.storage.codecs import Scratch
 from dcp_engine.storage.workers import WorkerPool, settled
 
@@ -34,6 +35,32 @@ def test_a_base_exception_reaches_the_caller_and_the_thread_lives_on(error: type
         with pytest.raises(error, match="stop"):
             pool.submit(work).result(WAIT_SECS)
         assert pool.submit(lambda: 1).result(WAIT_SECS) == 1
+
+
+def test_a_thread_that_dies_before_it_runs_costs_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that finds no memory for its first frame: ``Thread.start`` alone would wait for it without end."""
+    monkeypatch.setattr(workers, "_START_SECS", 0.01)
+    monkeypatch.setattr(workers._Worker, "_bootstrap", lambda self: None)
+    with WorkerPool(3) as pool:
+        assert pool.submit(threading.get_ident).result(WAIT_SECS) == threading.get_ident()
+
+
+def test_a_thread_that_begins_too_late_is_not_one_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_START_SECS", 0.01)
+    bootstrap, may_begin, late = workers._Worker._bootstrap, threading.Event(), list[threading.Thread]()
+
+    def slow(worker: Any) -> None:
+        late.append(worker)
+        may_begin.wait(WAIT_SECS)
+        bootstrap(worker)
+
+    monkeypatch.setattr(workers._Worker, "_bootstrap", slow)
+    with WorkerPool(1) as pool:
+        assert pool.submit(threading.get_ident).result(WAIT_SECS) == threading.get_ident()
+        may_begin.set()
+        while not late[0]._started.is_set() or late[0].is_alive():
+            time.sleep(0.001)
+        assert pool.submit(lambda: 7).result(WAIT_SECS) == 7
 
 
 def test_every_item_is_worked_on_once() -> None:
