@@ -25,7 +25,7 @@ from dcp_engine.errors import (
     StoragePermissionError,
     TruncatedFileError,
 )
-from dcp_engine.storage import publish_remote
+from dcp_engine.storage.backends import requests
 from dcp_engine.storage.publish import AttemptRef, Publisher, open_checkpoint, open_publisher
 
 
@@ -70,7 +70,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(publish_remote, "_FIRST_WAIT_SECS", 0.0)
+    monkeypatch.setattr(requests, "_FIRST_WAIT_SECS", 0.0)
     monkeypatch.setattr(FakeFileSystem, "failures", {})
     monkeypatch.setattr(FakeFileSystem, "intercept", None)
     yield Place("fake://run/x", fresh_options())
