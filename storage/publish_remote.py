@@ -167,10 +167,10 @@ class RemotePublisher:
         if ref.replaces is None:
             return _Condition(create=attempt.creates_conditionally(PROBE_NAME)), []
         # The tag comes first: if another writer slips in between, it is the tag of what is not there any more.
-        tag = directory.tag(MARKER_NAME)
+        vacant, tag = not directory.holds(MARKER_NAME), directory.tag(MARKER_NAME)
         if (there := self._inspect_target(directory)) != ref.replaces:
             raise changed_meanwhile(self._target, ref.replaces, there)
-        if tag is None and there == _INCOMPLETE:
+        if vacant and there == _INCOMPLETE:
             condition = _Condition(create=attempt.creates_conditionally(PROBE_NAME))
         else:
             condition = _Condition(over=tag if attempt.swaps(PROBE_NAME) else None)

@@ -85,7 +85,8 @@ class ShardWriter(StorageWriter):
         metadata: values to keep with the checkpoint, in the types of :mod:`dcp_engine.objects`.
         components: glob pattern of keys -> component, before the well-known names; see :class:`dcp_engine.components.ComponentMap`.
         process_group: the group that ``dcp.save`` uses; checked against the plan. Not pickled.
-        storage_options: keyword arguments of the fsspec file system of a URL.
+        storage_options: keyword arguments of the fsspec file system of a URL, and ``request_timeout_secs``: how long it may take to answer
+            one request, and a second more for each MiB; 60 where it is not given.
 
     Attributes:
         phases: where the time of the last save went on this rank; None until its files are written.

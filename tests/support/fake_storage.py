@@ -1,7 +1,7 @@
 """A storage behind fsspec that models what hurts: calls that fail, calls that were applied but not acknowledged, a condition ignored.
 
-URLs: ``fake://...``; ``createsonly://...`` for a driver that cannot replace on condition; ``asksfirst://...`` for one that leaves creation
-to fsspec's own "exists, then write".
+URLs: ``fake://...``; ``createsonly://...`` for a driver that cannot replace on condition; ``ignores://...`` for a storage that ignores all
+conditions; ``asksfirst://...`` for a driver that leaves creation to fsspec's own "exists, then write".
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class FakeFileSystem(MemoryFileSystem):
     ignores_condition: ClassVar[bool] = False
     intercept: ClassVar[Callable[[str, str, Callable[[], Any]], Any] | None] = None
     """``(call, path, proceed)`` -> result; may raise before or after ``proceed()``."""
-    _lock: ClassVar[threading.RLock] = threading.RLock()
+    _lock: ClassVar[Any] = threading.Lock()
+    _inside: ClassVar[threading.local] = threading.local()
 
     @classmethod
     def empty(cls) -> None:
@@ -54,8 +55,14 @@ class FakeFileSystem(MemoryFileSystem):
     def _do(self, call: str, path: str, proceed: Callable[[], Any]) -> Any:
         def whole() -> Any:  # as a storage does: two requests for one object come one after the other
             with self._lock:
-                return proceed()
+                self._inside.active = True
+                try:
+                    return proceed()
+                finally:
+                    self._inside.active = False
 
+        if getattr(self._inside, "active", False):
+            return proceed()  # a part of a request
         if call in self.failures:
             raise self.failures[call]
         intercept = type(self).intercept
@@ -103,6 +110,13 @@ class CreatesOnlyFileSystem(FakeFileSystem):
         FakeFileSystem.pipe_file(self, path, value, mode=mode, **options)
 
 
+class IgnoresConditionsFileSystem(FakeFileSystem):
+    """Takes all conditions and keeps none. Has the same objects as ``fake://``."""
+
+    protocol = "ignores"
+    ignores_condition = True
+
+
 class AsksFirstFileSystem(FakeFileSystem):
     """Has the same objects as ``fake://``."""
 
@@ -112,4 +126,5 @@ class AsksFirstFileSystem(FakeFileSystem):
 
 fsspec.register_implementation("fake", FakeFileSystem, clobber=True)
 fsspec.register_implementation("createsonly", CreatesOnlyFileSystem, clobber=True)
+fsspec.register_implementation("ignores", IgnoresConditionsFileSystem, clobber=True)
 fsspec.register_implementation("asksfirst", AsksFirstFileSystem, clobber=True)

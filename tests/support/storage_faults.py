@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from dcp_engine.storage.backends.requests import RequestTimeoutError
+
 __all__ = ["FAULTS", "ServerError", "StorageFaults"]
 
 FAULTS = (
@@ -40,26 +42,28 @@ class StorageFaults:
         fault: one of ``FAULTS``, or None to count only.
         at: number of the request that meets it, from 0.
         sticky: all requests after that one meet it, too.
+        waits: what stalls really does, until :meth:`release`. Else it ends at once, as what its caller sees when the deadline has passed.
 
     Attributes:
-        requests: made so far.
+        calls: of the driver, one for each request so far.
         put: faults that were really put.
         stalled: requests that hang.
     """
 
     ghosts: ClassVar[tuple[str, ...]] = ("MANIFEST", "model-00000.shard")
 
-    def __init__(self, fault: str | None = None, at: int = 0, *, sticky: bool = False) -> None:
-        self.fault, self.at, self.sticky = fault, at, sticky
-        self.requests = self.put = self.stalled = 0
+    def __init__(self, fault: str | None = None, at: int = 0, *, sticky: bool = False, waits: bool = False) -> None:
+        self.fault, self.at, self.sticky, self.waits = fault, at, sticky, waits
+        self.calls: list[str] = []
+        self.put = self.stalled = 0
         self._late: list[Callable[[], Any]] = []
         self._released = threading.Event()
         self._lock = threading.Lock()
 
     def __call__(self, call: str, path: str, proceed: Callable[[], Any]) -> Any:
         with self._lock:
-            number = self.requests
-            self.requests += 1
+            number = len(self.calls)
+            self.calls.append(call)
             meets = self.fault is not None and (number == self.at or (self.sticky and number > self.at))
             meets = meets and (call == "ls" or not str(self.fault).startswith("stale"))
             self.put += meets
@@ -83,6 +87,8 @@ class StorageFaults:
             case "stalls" | "applied, then stalls":
                 if self.fault != "stalls":
                     proceed()
+                if not self.waits:
+                    raise RequestTimeoutError("the deadline has passed")
                 self.stalled += 1
                 self._released.wait()
                 raise ConnectionResetError("the connection was reset at last")
