@@ -22,7 +22,7 @@ from dcp_engine.storage.backends.answers import Answer, answer_of
 from dcp_engine.storage.backends.failures import storage_failure
 from dcp_engine.storage.backends.locations import check_name
 from dcp_engine.storage.backends.remote_files import RemoteReadFile, RemoteWriteFile
-from dcp_engine.storage.backends.requests import NUM_TIMEOUTS, NUM_TRIES, Requests, pause, split_options, timed_out
+from dcp_engine.storage.backends.requests import NUM_TIMEOUTS, NUM_TRIES, Requests, pause, split_options, timed_out, unclear
 from dcp_engine.storage.backends.spool import Spool
 
 __all__ = ["RemoteDirectory", "knows_scheme"]
@@ -140,7 +140,7 @@ class RemoteDirectory:
             data = self.fetch(name, 0, limit_bytes + 1)
         except StorageError as error:
             # S3 refuses any range of an object without bytes.
-            if timed_out(error) or self.file_size(name):
+            if unclear(error) or self.file_size(name):
                 raise
             data = b""
         if len(data) <= limit_bytes:

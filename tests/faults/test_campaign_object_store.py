@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from faults.campaign import object_store
 from faults.campaign.object_store import Point, impatient, try_point
+from support.storage_faults import LASTS
 
 from dcp_engine.errors import StorageError
 from dcp_engine.storage import publish_remote
@@ -101,7 +102,7 @@ def test_a_planted_fault_is_caught(
         found = [
             text
             for at in range(num_requests)
-            for sticky in (False, True)
-            for text in try_point(Point(scheme="fake", scenario=scenario, fault=fault, at=at, sticky=sticky, settles_last=settles_last))[1]
+            for lasts in LASTS
+            for text in try_point(Point(scheme="fake", scenario=scenario, fault=fault, at=at, lasts=lasts, settles_last=settles_last))[1]
         ]
     assert found

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from dcp_engine.storage.backends.requests import RequestTimeoutError
 
-__all__ = ["FAULTS", "ServerError", "StorageFaults"]
+__all__ = ["FAULTS", "LASTS", "ServerError", "StorageFaults"]
 
 FAULTS = (
     "applied, no answer",
@@ -23,6 +23,8 @@ FAULTS = (
     "stalls",
     "applied, then stalls",
 )
+LASTS = ("once", "from then on", "for its like")
+"""A fault is met by one request, by all that follow as well, or by those among them that ask the same of an object of that name."""
 _CODES = {409: "ConditionalRequestConflict", 412: "PreconditionFailed", 500: "InternalError", 503: "ServiceUnavailable"}
 _WRITES = frozenset({"create", "swap", "pipe_file", "put_file", "rm_file"})
 
@@ -41,7 +43,7 @@ class StorageFaults:
     Args:
         fault: one of ``FAULTS``, or None to count only.
         at: number of the request that meets it, from 0.
-        sticky: all requests after that one meet it, too.
+        lasts: one of ``LASTS``: which requests after that one meet it, too.
         waits: what stalls really does, until :meth:`release`. Else it ends at once, as what its caller sees when the deadline has passed.
 
     Attributes:
@@ -52,10 +54,11 @@ class StorageFaults:
 
     ghosts: ClassVar[tuple[str, ...]] = ("MANIFEST", "model-00000.shard")
 
-    def __init__(self, fault: str | None = None, at: int = 0, *, sticky: bool = False, waits: bool = False) -> None:
-        self.fault, self.at, self.sticky, self.waits = fault, at, sticky, waits
+    def __init__(self, fault: str | None = None, at: int = 0, *, lasts: str = "once", waits: bool = False) -> None:
+        self.fault, self.at, self.lasts, self.waits = fault, at, lasts, waits
         self.calls: list[str] = []
         self.put = self.stalled = 0
+        self._like: tuple[str, str] | None = None
         self._late: list[Callable[[], Any]] = []
         self._released = threading.Event()
         self._lock = threading.Lock()
@@ -64,7 +67,11 @@ class StorageFaults:
         with self._lock:
             number = len(self.calls)
             self.calls.append(call)
-            meets = self.fault is not None and (number == self.at or (self.sticky and number > self.at))
+            like = (call, path.rpartition("/")[2])
+            if number == self.at:
+                self._like = like
+            later = number > self.at and (self.lasts == "from then on" or (self.lasts == "for its like" and like == self._like))
+            meets = self.fault is not None and (number == self.at or later)
             meets = meets and (call == "ls" or not str(self.fault).startswith("stale"))
             self.put += meets
         return self._fail(call, path, proceed) if meets else proceed()

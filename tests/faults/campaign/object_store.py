@@ -1,4 +1,4 @@
-"""Every request that an object store gets x every way in which it may fail x {once, from then on}; then late requests take effect.
+"""Every request that an object store gets x every way in which it may fail x how long that lasts; then late requests take effect.
 
 A storage that fails in the process shows all of it. The same against a real S3 API server through a proxy that breaks connections, with the
 real driver in between, shows a sample, or all of it when asked for.
@@ -20,7 +20,7 @@ from faults.campaign import object_store_proxy
 from faults.campaign.outcome import MAX_BAD, Outcome
 from support.checkpoints import MANIFEST, publish, write_files
 from support.fake_storage import FakeFileSystem, fresh_options
-from support.storage_faults import FAULTS, StorageFaults
+from support.storage_faults import FAULTS, LASTS, StorageFaults
 from support.store_outcomes import judge, seen, whole_nonce
 
 from dcp_engine.errors import CommitStateUnknownError, DcpEngineError, StorageError
@@ -42,7 +42,7 @@ SCHEMES = ("fake", "createsonly", "ignores")
 STALL_SECS = 0.05
 """``request_timeout_secs`` where requests really stall. A busy machine may make others late: they must not matter either."""
 _NUM_REAL_STALLS = 40
-_SHARE_OF_OTHERS = 0.3
+_SHARE_OF_OTHERS = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Point:
     scenario: str
     fault: str
     at: int
-    sticky: bool
+    lasts: str
     waits: bool = False
     """What stalls really does; else the deadline is taken to have passed at once."""
     settles_last: bool = False
@@ -89,7 +89,7 @@ def impatient() -> Iterator[None]:
 
 
 def points() -> Iterator[Point]:
-    """Every request of every scenario, as a dry run counts them, x every fault x {once, sticky}."""
+    """Every request of every scenario, as a dry run counts them, x every fault x how long it lasts."""
     for scheme in SCHEMES:
         for scenario in SCENARIOS:
             if scenario.startswith("rival") and scheme == "ignores":
@@ -98,10 +98,10 @@ def points() -> Iterator[Point]:
                 for fault in FAULTS:
                     if fault.startswith("stale") and call != "ls":
                         continue
-                    for sticky in (False, True):
-                        yield Point(scheme=scheme, scenario=scenario, fault=fault, at=at, sticky=sticky)
+                    for lasts in LASTS:
+                        yield Point(scheme=scheme, scenario=scenario, fault=fault, at=at, lasts=lasts)
                         if fault == "late" and scenario in ("save", "overwrite") and _holds_late(scheme, scenario):
-                            yield Point(scheme=scheme, scenario=scenario, fault=fault, at=at, sticky=sticky, settles_last=True)
+                            yield Point(scheme=scheme, scenario=scenario, fault=fault, at=at, lasts=lasts, settles_last=True)
 
 
 def _holds_late(scheme: str, scenario: str) -> bool:
@@ -119,7 +119,7 @@ def dry_run(scheme: str, scenario: str) -> list[str]:
 
 def try_point(point: Point) -> tuple[int, list[str]]:
     """Puts the fault; returns how many were really put, and what was broken."""
-    faults = StorageFaults(point.fault, point.at, sticky=point.sticky, waits=point.waits)
+    faults = StorageFaults(point.fault, point.at, lasts=point.lasts, waits=point.waits)
     trial = _Trial(point.scheme, point.scenario, faults, settles_last=point.settles_last)
     with nullcontext() if point.waits else mock.patch.object(requests.Requests, "once", _in_this_thread):
         found = trial.run()

@@ -211,7 +211,7 @@ def test_a_request_that_was_given_up_sends_what_it_was_given(directory: RemoteDi
     monkeypatch.setattr(spool, "IN_MEMORY_BYTES", 10)
     file = RemoteDirectory.at("fake://run/7", {**fresh_options(), "request_timeout_secs": 0.1}).create("x")
     file.write([b"0123456789 from a file"])
-    late = StorageFaults("stalls", 0, sticky=True, waits=True)
+    late = StorageFaults("stalls", 0, lasts="from then on", waits=True)
     sent = threading.Event()
 
     def send_late(call: str, path: str, proceed: Callable[[], Any]) -> Any:
