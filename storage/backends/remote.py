@@ -213,26 +213,23 @@ class RemoteDirectory:
         """Puts an object, again until the storage says whether it took effect. Parameters as for :meth:`put_once`.
 
         Returns:
-            ``DONE``, ``EXISTS`` (the condition does not hold) or ``REFUSED``, and whether an earlier request got no answer, so that what is
+            ``DONE`` or ``EXISTS`` (the condition does not hold), and whether an earlier request got no answer, so that what is
             there may be its work.
 
         Raises:
-            StorageError: no answer; the object may have been put all the same.
+            StorageError: it was refused, or there is no answer; then the object may have been put all the same.
         """
-        unclear, timeouts = False, 0
-        for number in range(NUM_TRIES):
-            if number:
-                pause(number)
+        may_be_ours, number, timeouts = False, 0, 0
+        while True:
+            number += 1
             answer, failure = self.put_once(name, data, create=create, over=over)
             if failure is None or answer is Answer.EXISTS:
-                return answer, unclear
-            if answer in (Answer.REFUSED, Answer.ABSENT):
-                raise failure
-            unclear = unclear or answer is Answer.UNKNOWN
+                return answer, may_be_ours
+            may_be_ours = may_be_ours or answer is Answer.UNKNOWN
             timeouts += timed_out(failure)
-            if number == NUM_TRIES - 1 or timeouts == NUM_TIMEOUTS:
+            if answer in (Answer.REFUSED, Answer.ABSENT) or number == NUM_TRIES or timeouts == NUM_TIMEOUTS:
                 raise failure
-        raise AssertionError("unreachable")
+            pause(number)
 
     def create_only(self, name: str, data: bytes) -> bool:
         """Puts an object unless there is one of that name.
@@ -243,10 +240,10 @@ class RemoteDirectory:
         Raises:
             StorageError: anything else; the object may have been put all the same, or may be later.
         """
-        answer, unclear = self.put_until_answered(name, data, create=True)
+        answer, may_be_ours = self.put_until_answered(name, data, create=True)
         if answer is Answer.DONE:
             return True
-        return unclear and self.fetch(name, 0, len(data) + 1) == data
+        return may_be_ours and self.fetch(name, 0, len(data) + 1) == data
 
     def replace(self, name: str, data: bytes) -> None:
         """Puts an object, whether there is one of that name or not. Raises ``StorageError``; it may have been put all the same."""

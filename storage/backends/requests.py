@@ -83,21 +83,20 @@ class Requests:
         Args:
             again: answers after which it is sent again.
         """
-        timeouts = 0
-        for number in range(NUM_TRIES):
-            if number:
-                pause(number)
+        number = timeouts = 0
+        while True:
+            number += 1
             try:
                 return self.once(call, num_bytes=num_bytes)
             except Exception as error:
                 timeouts += isinstance(error, RequestTimeoutError)
-                if number == NUM_TRIES - 1 or timeouts == NUM_TIMEOUTS or answer_of(error) not in again:
+                if number == NUM_TRIES or timeouts == NUM_TIMEOUTS or answer_of(error) not in again:
                     raise
-        raise AssertionError("unreachable")
+            pause(number)
 
 
 def pause(number: int) -> None:
-    """Waits before try ``number``, counted from 0: longer each time, and not as long as others that failed at the same moment."""
+    """Waits after try ``number``, counted from 1: longer each time, and not as long as others that failed at the same moment."""
     time.sleep(min(_LONGEST_WAIT_SECS, _FIRST_WAIT_SECS * 2.0 ** (number - 1)) * _random.uniform(0.5, 1.0))
 
 
