@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from dcp_engine.background import BackgroundSaver, Priority, SaveHandle, SaveTimings, UnchangedStateWarning
     from dcp_engine.planners import BalancedSavePlanner, ReshardLoadPlanner
     from dcp_engine.staging import DoubleBufferStager, StagingReport
-    from dcp_engine.storage import ShardReader, ShardWriter, VerifyReport, committed_steps, verify_checkpoint
+    from dcp_engine.storage import EpochClaim, RunRoot, ShardReader, ShardWriter, VerifyReport, committed_steps, verify_checkpoint
 
 __version__ = "0.1.0"
 __all__ = [
     "BackgroundSaver",
     "BalancedSavePlanner",
     "DoubleBufferStager",
+    "EpochClaim",
     "Priority",
     "ReshardLoadPlanner",
+    "RunRoot",
     "SaveHandle",
     "SaveTimings",
     "ShardReader",
@@ -43,6 +45,8 @@ _HOME = {
     "StagingReport": "dcp_engine.staging",
     "BalancedSavePlanner": "dcp_engine.planners",
     "ReshardLoadPlanner": "dcp_engine.planners",
+    "EpochClaim": "dcp_engine.storage",
+    "RunRoot": "dcp_engine.storage",
     "ShardReader": "dcp_engine.storage",
     "ShardWriter": "dcp_engine.storage",
     "VerifyReport": "dcp_engine.storage",

@@ -15,7 +15,8 @@
     │   ├── DtypeMismatchError             one key, two dtypes, and the policy forbids a cast
     │   └── KindMismatchError              a tensor on one side, an object on the other
     ├── CheckpointNotFoundError            look elsewhere, or start afresh on purpose
-    │   └── IncompleteCheckpointError      an attempt that was never committed
+    │   ├── IncompleteCheckpointError      an attempt that was never committed
+    │   └── RetiredError                   it was there, and was retired on purpose
     ├── UnsupportedVersionError            upgrade the engine
     ├── CorruptCheckpointError             take another checkpoint
     │   ├── MissingFileError               a file that the manifest names is not there
@@ -30,7 +31,9 @@
     ├── CommitError                        nothing was replaced; look at what is there
     │   ├── CheckpointExistsError          the target holds something already
     │   ├── ConcurrentCommitError          another writer published the same checkpoint
-    │   └── CommitStateUnknownError        cannot be told whether the publish took effect
+    │   ├── CommitStateUnknownError        cannot be told whether the publish took effect
+    │   ├── FencedError                    a newer run has taken over the root: this one must stop writing there
+    │   └── StepInUseError                 somebody reads the step that was to be retired
     ├── StagingError                       the copy beside training was not made; nothing was written
     │   ├── StagingMemoryError             the buffers do not fit into memory or the budget
     │   ├── StagingTimeoutError            both buffers were busy until the deadline
@@ -259,6 +262,12 @@ class IncompleteCheckpointError(CheckpointNotFoundError):
     kind = "incomplete_checkpoint"
 
 
+class RetiredError(CheckpointNotFoundError):
+    """The checkpoint was retired: a tombstone is where COMPLETE was."""
+
+    kind = "retired"
+
+
 class UnsupportedVersionError(DcpEngineError):
     """The checkpoint was written in a format version that this release does not read."""
 
@@ -358,6 +367,18 @@ class CommitStateUnknownError(CommitError):
     """It cannot be told whether the publish took effect; nothing was deleted."""
 
     kind = "commit_state_unknown"
+
+
+class FencedError(CommitError):
+    """A newer run has claimed the root. Nothing was published; whoever gets this must stop writing there."""
+
+    kind = "fenced"
+
+
+class StepInUseError(CommitError):
+    """Somebody reads or copies the step that was to be retired."""
+
+    kind = "step_in_use"
 
 
 class StagingError(DcpEngineError):

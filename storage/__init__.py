@@ -6,14 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dcp_engine.storage.epochs import EpochClaim
     from dcp_engine.storage.reader import ShardReader
+    from dcp_engine.storage.root import RunRoot
     from dcp_engine.storage.steps import committed_steps
     from dcp_engine.storage.verify import VerifyReport, verify_checkpoint
     from dcp_engine.storage.writer import ShardWriter
 
-__all__ = ["ShardReader", "ShardWriter", "VerifyReport", "committed_steps", "verify_checkpoint"]
+__all__ = ["EpochClaim", "RunRoot", "ShardReader", "ShardWriter", "VerifyReport", "committed_steps", "verify_checkpoint"]
 
 _HOME = {
+    "EpochClaim": "epochs",
+    "RunRoot": "root",
     "ShardReader": "reader",
     "ShardWriter": "writer",
     "VerifyReport": "verify",

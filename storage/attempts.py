@@ -14,16 +14,19 @@ from dcp_engine.errors import (
     ConcurrentCommitError,
     MissingFileError,
     RankDisagreementError,
+    RetiredError,
     TruncatedFileError,
 )
 from dcp_engine.storage.backends.base import Directory
 from dcp_engine.storage.envelope import Marker, encode_marker, is_shard_name, parse_marker
 from dcp_engine.storage.limits import MAX_MARKER_BYTES
+from dcp_engine.storage.tombstones import RETIRED, is_tombstone, parse_tombstone, retired
 
 __all__ = [
     "MANIFEST_NAME",
     "MARKER_NAME",
     "AttemptRef",
+    "Fence",
     "Publisher",
     "changed_meanwhile",
     "check_replaceable",
@@ -58,7 +61,22 @@ class AttemptRef:
     remote: bool
     """Published by a marker in an object store, not by a rename."""
     replaces: str | None = None
-    """What was at the target and is to be replaced: the nonce of a checkpoint, ``"incomplete"``, or None for nothing."""
+    """What was at the target and is to be replaced: the nonce of a checkpoint, ``"incomplete"``, ``"retired"``, or None for nothing."""
+
+
+class Fence(Protocol):
+    """Says whether a writer may still publish. One that stands for several asks each of them.
+
+    A publisher asks right after it has made its attempt and right before the one call that publishes it. May cross processes by pickle.
+    """
+
+    def check(self) -> None:
+        """Returns if this writer may go on.
+
+        Raises:
+            FencedError, or any other error of the engine: it may not. Nothing is published then, and the attempt is removed.
+        """
+        ...
 
 
 class Publisher(Protocol):
@@ -84,6 +102,7 @@ class Publisher(Protocol):
         """Checks the target and starts an attempt beside it or under it.
 
         Raises:
+            FencedError: or whatever else the fence raises; the attempt is gone then.
             CheckpointExistsError: the target holds something that must not be replaced.
             InvalidOptionError: the target can never be published to, such as a mount point.
             StorageError: it cannot be written there, with the reason.
@@ -111,6 +130,7 @@ class Publisher(Protocol):
 
         Raises:
             MissingFileError, TruncatedFileError, CommitError: the attempt does not hold what the ranks reported.
+            FencedError: or whatever else the fence raises.
             ConcurrentCommitError: another writer published here first.
             CheckpointExistsError: something else came to lie at the target.
             CommitStateUnknownError: it may be published or not; nothing was deleted, and nothing of the attempt may be.
@@ -253,15 +273,21 @@ def read_marker(directory: Directory) -> Marker:
 
     Raises:
         MissingFileError: there is none.
+        RetiredError: the checkpoint was retired.
         CorruptCheckpointError: it is damaged.
         UnsupportedVersionError: a newer release wrote it.
     """
-    return parse_marker(directory.read_small(MARKER_NAME, MAX_MARKER_BYTES), path=directory.path)
+    content = directory.read_small(MARKER_NAME, MAX_MARKER_BYTES)
+    if is_tombstone(content):
+        raise retired(parse_tombstone(content, path=directory.path), path=directory.path)
+    return parse_marker(content, path=directory.path)
 
 
 def nonce_at(directory: Directory) -> str | None:
-    """Nonce of the checkpoint in a directory; None if there is no COMPLETE. Otherwise raises as :func:`read_marker`."""
+    """Nonce of the checkpoint in a directory; None if there is no COMPLETE, ``"retired"`` for a tombstone. Else as :func:`read_marker`."""
     try:
         return read_marker(directory).nonce
+    except RetiredError:
+        return RETIRED
     except MissingFileError:
         return None

@@ -7,7 +7,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_engine.errors import (
@@ -18,14 +18,17 @@ from dcp_engine.errors import (
     IncompleteCheckpointError,
     LimitExceededError,
     MissingFileError,
+    RetiredError,
+    StorageError,
     TruncatedFileError,
 )
-from dcp_engine.storage.attempts import MANIFEST_NAME, MARKER_NAME, AttemptRef, Publisher, is_own_file, listing, read_marker
+from dcp_engine.storage.attempts import MANIFEST_NAME, MARKER_NAME, AttemptRef, Fence, Publisher, is_own_file, listing, read_marker
 from dcp_engine.storage.backends import Directory, Location, locate, resolve
 from dcp_engine.storage.backends.calls import system
 from dcp_engine.storage.backends.directories import file_kind, name_exists
 from dcp_engine.storage.backends.failures import storage_failure
 from dcp_engine.storage.envelope import Marker, is_nonce
+from dcp_engine.storage.holds import Hold, hold_for_reading
 from dcp_engine.storage.limits import MAX_RECORD_STORED_BYTES, RECORD_BYTES
 from dcp_engine.storage.publish_posix import PosixPublisher
 from dcp_engine.storage.steps import parse_step_name
@@ -45,32 +48,44 @@ class OpenCheckpoint:
     """Content of MANIFEST."""
     directory: Directory
     """Where MANIFEST and the shards are."""
+    hold: Hold = field(default_factory=Hold, compare=False)
+    """Keeps retention away from a local checkpoint while it is read: released by whoever reads, at the latest with this object."""
 
 
-def open_publisher(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, overwrite: bool = False) -> Publisher:
+def open_publisher(
+    path: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    fence: Fence | None = None,
+) -> Publisher:
     """A publisher for one checkpoint. Cheap: nothing is looked at before ``begin``.
 
     Args:
         path: what the checkpoint will be called: a path or a URL.
         storage_options: keyword arguments of the fsspec file system; ignored for local paths.
         overwrite: replace a checkpoint that is there already, once the new one is complete.
+        fence: asked before anything is published.
 
     Raises:
         InvalidOptionError: the path cannot be one.
     """
     location = locate(path)
     if not location.remote:
-        return PosixPublisher(location, overwrite=overwrite)
+        return PosixPublisher(location, overwrite=overwrite, fence=fence)
     from dcp_engine.storage.publish_remote import RemotePublisher  # fsspec is only paid for where it is used
 
-    return RemotePublisher(location, storage_options=storage_options, overwrite=overwrite)
+    return RemotePublisher(location, storage_options=storage_options, overwrite=overwrite, fence=fence)
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> OpenCheckpoint:
     """Opens a committed checkpoint and reads its MANIFEST, of which size and SHA-256 are checked; its content is not.
 
+    What is opened stays until its ``hold`` is released, as far as the file system has locks.
+
     Raises:
         CheckpointNotFoundError: there is no checkpoint; ``found`` says what is there instead.
+        RetiredError: there was one.
         IncompleteCheckpointError: there are files of one, but it was never committed.
         UnsupportedVersionError: a newer release wrote it.
         CorruptCheckpointError: COMPLETE or MANIFEST is damaged, or MANIFEST is missing.
@@ -81,6 +96,15 @@ def open_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping[st
     if not location.remote:
         _require_directory(location.path)
     directory = resolve(location, storage_options)
+    hold = Hold() if location.remote else hold_for_reading(location.path)
+    try:
+        return _open_held(location, directory, hold, storage_options)
+    except BaseException:
+        hold.release()
+        raise
+
+
+def _open_held(location: Location, directory: Directory, hold: Hold, storage_options: Mapping[str, Any] | None) -> OpenCheckpoint:
     try:
         marker = read_marker(directory)
     except MissingFileError as error:
@@ -90,7 +114,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping[st
     for _ in range(_MAX_REPLACED):
         try:
             data = _data_directory(location, marker, storage_options)
-            return OpenCheckpoint(marker, _read_manifest(data, marker), data)
+            return OpenCheckpoint(marker, _read_manifest(data, marker), data, hold)
         except CorruptCheckpointError:
             latest = read_marker(directory)
             if latest == marker:
@@ -108,10 +132,12 @@ def require_unchanged(path: str | os.PathLike[str], marker: Marker, *, storage_o
         marker: of the ``OpenCheckpoint`` that was read.
 
     Raises:
-        CheckpointNotFoundError: the checkpoint that was opened is no longer there.
+        CheckpointNotFoundError: the checkpoint that was opened is no longer there. RetiredError: likewise, and why.
     """
     try:
         found = read_marker(resolve(path, storage_options)).nonce
+    except RetiredError:
+        raise
     except MissingFileError:
         found = "no checkpoint"
     except DcpEngineError:
@@ -138,7 +164,9 @@ def attach_checkpoint(
     Raises:
         MissingFileError: this rank sees no directory where the data must be.
     """
-    return OpenCheckpoint(marker, manifest_bytes, _data_directory(locate(path), marker, storage_options))
+    location = locate(path)
+    directory = _data_directory(location, marker, storage_options)
+    return OpenCheckpoint(marker, manifest_bytes, directory, Hold() if location.remote else hold_for_reading(location.path))
 
 
 def _require_directory(path: str) -> None:
@@ -168,7 +196,12 @@ def _require_no_object(directory: Directory) -> None:
 
 def _what_is_there(directory: Directory, error: MissingFileError) -> DcpEngineError:
     """The error for a directory without COMPLETE."""
-    names = directory.names()
+    try:
+        names = directory.names()
+    except StorageError as failure:
+        if failure.errno not in _GONE:
+            raise
+        names = []  # retired meanwhile
     steps = [name for name in names if parse_step_name(name) is not None]
     own = [name for name in names if is_own_file(name) or is_nonce(name)]
     if MARKER_NAME in names:

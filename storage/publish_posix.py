@@ -14,7 +14,7 @@ import platform
 import stat
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dcp_engine.errors import (
     CheckpointExistsError,
@@ -29,6 +29,7 @@ from dcp_engine.storage.attempts import (
     MANIFEST_NAME,
     MARKER_NAME,
     AttemptRef,
+    Fence,
     changed_meanwhile,
     check_replaceable,
     check_reported,
@@ -55,6 +56,7 @@ from dcp_engine.storage.backends.directories import (
 from dcp_engine.storage.backends.failures import PERMISSION_ERRNOS, storage_failure
 from dcp_engine.storage.backends.local import LocalDirectory
 from dcp_engine.storage.envelope import is_nonce
+from dcp_engine.storage.tombstones import RETIRED
 
 __all__ = ["PosixPublisher"]
 
@@ -83,11 +85,12 @@ _POLL_SECS = 0.25
 class PosixPublisher:
     """See :class:`~dcp_engine.storage.attempts.Publisher`. No I/O on construction."""
 
-    def __init__(self, location: Location, *, overwrite: bool = False) -> None:
+    def __init__(self, location: Location, *, overwrite: bool = False, fence: Fence | None = None) -> None:
         self._target = location.path
         self._parent = os.path.dirname(location.path)
         self._name = location.name
         self._overwrite = overwrite
+        self._fence = fence
         self._uncertain: set[str] = set()
 
     @property
@@ -120,7 +123,15 @@ class PosixPublisher:
             with contextlib.suppress(OSError):
                 system().rmdir(attempt)
             raise storage_failure(error, "flush the directory", path=self._parent) from error
-        return AttemptRef(nonce=nonce, target=self._target, attempt=attempt, remote=False, replaces=replaces)
+        ref = AttemptRef(nonce=nonce, target=self._target, attempt=attempt, remote=False, replaces=replaces)
+        if self._fence is not None:
+            # After the mkdir, not before: either this sees the newer epoch, or whoever made that sees this attempt and takes it away.
+            try:
+                self._fence.check()
+            except BaseException:
+                self.abort(ref)
+                raise
+        return ref
 
     def attempt(self, ref: AttemptRef) -> LocalDirectory:
         """The attempt directory, waited for a moment."""
@@ -149,11 +160,12 @@ class PosixPublisher:
     def commit(self, ref: AttemptRef, manifest: bytes, files: Sequence[tuple[str, int]]) -> None:
         """MANIFEST, COMPLETE, rename, each flushed before the next."""
         check_same_target(self._target, ref)
-        directory = LocalDirectory(ref.attempt)
-        check_reported(ref.attempt, files, [directory.file_size(name) for name, _ in files], directory.names())
-        for name, content in ((MANIFEST_NAME, manifest), (MARKER_NAME, marker_of(ref.nonce, ".", manifest))):
-            write_whole(directory, name, content)
-            self.seal(ref)
+        with self._explained(ref):
+            directory = LocalDirectory(ref.attempt)
+            check_reported(ref.attempt, files, [directory.file_size(name) for name, _ in files], directory.names())
+            for name, content in ((MANIFEST_NAME, manifest), (MARKER_NAME, marker_of(ref.nonce, ".", manifest))):
+                write_whole(directory, name, content)
+                self.seal(ref)
         retired = self._publish(ref)
         try:
             flush_directory(self._parent)
@@ -183,6 +195,16 @@ class PosixPublisher:
         if not remove_tree(ref.attempt):
             _logger.warning("could not remove the abandoned attempt %s: it is never read, remove it by hand", ref.attempt)
 
+    @contextlib.contextmanager
+    def _explained(self, ref: AttemptRef) -> Iterator[None]:
+        """Where the attempt is gone because a newer epoch took it away, says so instead of what that led to."""
+        try:
+            yield
+        except DcpEngineError:
+            if self._fence is not None and not name_exists(ref.attempt):
+                self._fence.check()
+            raise
+
     # -- the target ---------------------------------------------------------------------------------------------------
 
     def _inspect_target(self) -> str | None:
@@ -206,16 +228,19 @@ class PosixPublisher:
             strangers = [name for name in names if not _is_own_entry(self._target, name)]
         except OSError as error:
             raise storage_failure(error, "look at what is there already", path=self._target) from error
-        check_replaceable(self._target, names, strangers, overwrite=self._overwrite)
         try:
-            return nonce_at(LocalDirectory(self._target)) or _INCOMPLETE
+            there = nonce_at(LocalDirectory(self._target)) or _INCOMPLETE
         except (CorruptCheckpointError, UnsupportedVersionError):
-            return _INCOMPLETE  # damaged, or too new: in the way all the same, and the caller asked to replace it
+            there = _INCOMPLETE  # damaged, or too new: in the way all the same, replaced if the caller asked for that
+        check_replaceable(self._target, names, strangers, overwrite=self._overwrite or there == RETIRED)
+        return there
 
     def _publish(self, ref: AttemptRef) -> str | None:
         """Gives the attempt its name. Returns where the replaced checkpoint now lies, if there was one."""
         if ref.replaces is not None and (there := self._inspect_target()) != ref.replaces:
             raise changed_meanwhile(self._target, ref.replaces, there)
+        if self._fence is not None:
+            self._fence.check()
         trash = os.path.join(self._parent, f".trash-{uuid.uuid4().hex}")
         try:
             if ref.replaces is None:
@@ -273,6 +298,8 @@ class PosixPublisher:
             return
         if isinstance(there, str) and there != ref.replaces:
             raise published_first(self._target, ref.nonce, there) from error
+        if error.errno == errno.ENOENT and self._fence is not None and not name_exists(ref.attempt):
+            self._fence.check()  # a newer epoch took the attempt away, so that nothing was renamed
         untouched = _nonce_or_error(ref.attempt) == ref.nonce
         if untouched and error.errno in _OCCUPIED:
             raise CheckpointExistsError(

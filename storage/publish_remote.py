@@ -18,6 +18,7 @@ from typing import Any
 from dcp_engine.errors import (
     CheckpointExistsError,
     CommitStateUnknownError,
+    ConcurrentCommitError,
     CorruptCheckpointError,
     DcpEngineError,
     StorageError,
@@ -27,6 +28,7 @@ from dcp_engine.storage.attempts import (
     MANIFEST_NAME,
     MARKER_NAME,
     AttemptRef,
+    Fence,
     changed_meanwhile,
     check_replaceable,
     check_reported,
@@ -43,6 +45,7 @@ from dcp_engine.storage.backends.answers import Answer
 from dcp_engine.storage.backends.remote import RemoteDirectory
 from dcp_engine.storage.backends.requests import NUM_TIMEOUTS, NUM_TRIES, pause, timed_out
 from dcp_engine.storage.envelope import is_nonce
+from dcp_engine.storage.tombstones import RETIRED
 
 __all__ = ["PROBE_NAME", "RemotePublisher"]
 
@@ -77,10 +80,18 @@ class RemotePublisher:
         storage_options: see :meth:`RemoteDirectory.at`.
     """
 
-    def __init__(self, location: Location, *, storage_options: Mapping[str, Any] | None = None, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        location: Location,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        fence: Fence | None = None,
+    ) -> None:
         self._target = location.path
         self._storage_options = dict(storage_options or {})
         self._overwrite = overwrite
+        self._fence = fence
         self._uncertain: set[str] = set()
         self._known: dict[str, tuple[str, ...]] = {}
 
@@ -100,6 +111,8 @@ class RemotePublisher:
             self._warn("create an object only if there is none")
         elif replaces is not None and not attempt.swaps(PROBE_NAME):
             self._warn("replace an object only if it still is what it was")
+        if self._fence is not None:
+            self._fence.check()
         return AttemptRef(nonce=nonce, target=self._target, attempt=attempt.path, remote=True, replaces=replaces)
 
     def attempt(self, ref: AttemptRef) -> RemoteDirectory:
@@ -119,7 +132,14 @@ class RemotePublisher:
         _check_files(attempt, files)
         _write_manifest(attempt, manifest)
         condition, replaced = self._check_replaced(directory, ref)
-        self._publish(directory, ref, marker_of(ref.nonce, ref.nonce, manifest), condition)
+        if self._fence is not None:
+            self._fence.check()
+        try:
+            self._publish(directory, ref, marker_of(ref.nonce, ref.nonce, manifest), condition)
+        except ConcurrentCommitError:
+            if self._fence is not None:
+                self._fence.check()  # a newer epoch revoked this attempt: that says more
+            raise
         _remove_replaced(replaced)
         if ref.replaces is not None and is_nonce(ref.replaces):
             directory.child(ref.replaces).unmake()
@@ -158,7 +178,7 @@ class RemotePublisher:
             if not names:
                 return None
         strangers = [name for name in names if not is_own_file(name)]
-        check_replaceable(self._target, names or [MARKER_NAME], strangers, overwrite=self._overwrite)
+        check_replaceable(self._target, names or [MARKER_NAME], strangers, overwrite=self._overwrite or nonce == RETIRED)
         return nonce or _INCOMPLETE
 
     def _check_replaced(self, directory: RemoteDirectory, ref: AttemptRef) -> tuple[_Condition, list[tuple[RemoteDirectory, str]]]:

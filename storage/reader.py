@@ -52,6 +52,7 @@ class ShardReader(StorageReader):
     4. ``prepare_global_plan`` (coordinator): refuses ranks that saw different checkpoints.
     5. ``read_data`` (all ranks): reads, checks, decodes into the planner's tensors.
 
+    :class:`~dcp_engine.storage.root.RunRoot` retires no local checkpoint between 1 and the end of 5, as far as the file system has locks.
     After a failed load the targets are undefined.
 
     Args:
@@ -112,6 +113,7 @@ class ShardReader(StorageReader):
         """The next load reads ``checkpoint_id``; ``None`` keeps the path."""
         if checkpoint_id is not None:
             self._path = locate(checkpoint_id).path
+        self._release()
         self._opened = self._failure = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -128,6 +130,7 @@ class ShardReader(StorageReader):
         if "rank" in kwargs and self._failure is not None:
             self._rank = kwargs["rank"]
             return _FailedMetadata(self._failure)
+        self._release()
         self._opened = self._failure = None
         try:
             self._opened = self._open()
@@ -194,6 +197,8 @@ class ShardReader(StorageReader):
             error.path = self._path if error.path is None else error.path
             error.step = metadata.step if error.step is None else error.step
             raise
+        finally:
+            self._release()
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -215,6 +220,11 @@ class ShardReader(StorageReader):
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot cross processes, and open files must not.
         return {**self.__dict__, "_process_group": None, "_opened": None}
+
+    def _release(self) -> None:
+        """Retention may have what was opened."""
+        if self._opened is not None:
+            self._opened[0].hold.release()
 
     def _metadata(self) -> ManifestMetadata:
         if self._opened is None:
@@ -262,7 +272,11 @@ class ShardReader(StorageReader):
             opened = open_checkpoint(self._path, storage_options=self._storage_options)
         else:
             opened = self._open_together(self._path, group)
-        manifest = Manifest.decode(opened.manifest_bytes, path=self._path)
+        try:
+            manifest = Manifest.decode(opened.manifest_bytes, path=self._path)
+        except BaseException:
+            opened.hold.release()
+            raise
         digest = hashlib.sha256(opened.manifest_bytes).hexdigest()
         return opened, metadata_of_manifest(manifest, path=self._path, manifest_sha256=digest)
 

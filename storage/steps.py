@@ -10,7 +10,14 @@ import stat
 from collections.abc import Mapping
 from typing import Any
 
-from dcp_engine.errors import CorruptCheckpointError, InvalidOptionError, MissingFileError, StorageError, UnsupportedVersionError
+from dcp_engine.errors import (
+    CorruptCheckpointError,
+    InvalidOptionError,
+    MissingFileError,
+    RetiredError,
+    StorageError,
+    UnsupportedVersionError,
+)
 from dcp_engine.storage.attempts import read_marker
 from dcp_engine.storage.backends import locate, resolve
 from dcp_engine.storage.backends.calls import system
@@ -76,7 +83,7 @@ def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[st
             read_marker(resolve(place, storage_options))
         except UnsupportedVersionError:
             pass  # committed, by a newer release
-        except MissingFileError:
+        except (MissingFileError, RetiredError):
             continue
         except CorruptCheckpointError as error:
             _logger.warning("step %d is not counted: %s", step, error)

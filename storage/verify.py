@@ -87,9 +87,9 @@ def verify_checkpoint(
     options = pipeline_options(threads=threads, bytes_in_flight=bytes_in_flight)
     opened = open_checkpoint(path, storage_options=storage_options)
     place = opened.directory.path
-    manifest = Manifest.decode(opened.manifest_bytes, path=place)
     faults: list[tuple[int, int, DcpEngineError]] = []
-    with WorkerPool(options.threads) as pool:
+    with opened.hold, WorkerPool(options.threads) as pool:
+        manifest = Manifest.decode(opened.manifest_bytes, path=place)
         for index, record in enumerate(manifest.files):
             try:
                 file = opened.directory.open(record.name)

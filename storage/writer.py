@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -29,12 +30,14 @@ from dcp_engine.errors import (
     PlanError,
     RankDisagreementError,
     RankFailedError,
+    StorageError,
     UnsupportedModeError,
     UsageError,
     can_travel,
 )
 from dcp_engine.objects import decode_object, encode_object
 from dcp_engine.storage import dcp_records, planner_values
+from dcp_engine.storage.attempts import Fence
 from dcp_engine.storage.backends import is_supported_path, locate
 from dcp_engine.storage.dcp_metadata import ManifestIndex
 from dcp_engine.storage.limits import MAX_STEP, MAX_TEXT_BYTES
@@ -87,6 +90,8 @@ class ShardWriter(StorageWriter):
         process_group: the group that ``dcp.save`` uses; checked against the plan. Not pickled.
         storage_options: keyword arguments of the fsspec file system of a URL, and ``request_timeout_secs``: how long it may take to answer
             one request, and a second more for each MiB; 60 where it is not given.
+        fence: asked on the coordinator right after the attempt is made and right before it is published, and on any rank whose files
+            went away: an :class:`~dcp_engine.storage.epochs.EpochClaim`, or anything with its ``check()``. What that raises ends the save.
 
     Attributes:
         phases: where the time of the last save went on this rank; None until its files are written.
@@ -115,6 +120,7 @@ class ShardWriter(StorageWriter):
         components: Mapping[str, str] | None = None,
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        fence: Fence | None = None,
     ) -> None:
         super().__init__()
         self._options = pipeline_options(
@@ -143,6 +149,9 @@ class ShardWriter(StorageWriter):
         self._user_metadata = cast("dict[str, Any]", decode_object(encode_object(dict(metadata or {}), key="metadata"), key="metadata"))
         self._process_group = process_group
         self._storage_options = dict(storage_options or {})
+        if fence is not None and not callable(getattr(fence, "check", None)):
+            raise InvalidOptionError("fence cannot be asked", expected="None or an object with check()", found=repr(fence)[:300])
+        self._fence = fence
         self._path: str | None = None if path is None else locate(path).path
         self._rank = 0
         self._token = ""
@@ -242,10 +251,13 @@ class ShardWriter(StorageWriter):
             # A staged state's buffer is free for the next save from here on, whatever keeps the staged tensors alive.
             with staged_memory.writing(planner_values.held_values(planner)), planner_values.own_state(planner):
                 receipts = self._write_files(plan, planner, ticket)
-        except DcpEngineError as error:
+        except DcpEngineError as failure:
+            error = self._reason(failure)
             error.rank = ticket.rank if error.rank is None else error.rank
             self._add_place(error)
-            raise
+            if error is failure:
+                raise
+            raise error from failure
         except Exception as error:
             if can_travel(error):
                 raise
@@ -317,13 +329,23 @@ class ShardWriter(StorageWriter):
             self._attempt = None
             publisher.abort(attempt)
 
+    def _reason(self, failure: DcpEngineError) -> DcpEngineError:
+        """Why this rank could not write: where the attempt went away, it is the fence that knows."""
+        gone = isinstance(failure, RankDisagreementError) or (isinstance(failure, StorageError) and failure.errno == errno.ENOENT)
+        if gone and self._fence is not None:
+            try:
+                self._fence.check()
+            except DcpEngineError as error:
+                return error
+        return failure
+
     def _add_place(self, error: DcpEngineError) -> None:
         error.path = self._path if error.path is None else error.path
         error.step = self._step_of_path() if error.step is None else error.step
 
     def _publisher(self) -> Publisher:
         assert self._path is not None
-        return open_publisher(self._path, storage_options=self._storage_options, overwrite=self._overwrite)
+        return open_publisher(self._path, storage_options=self._storage_options, overwrite=self._overwrite, fence=self._fence)
 
     def _step_of_path(self) -> int | None:
         if self._step is not None or self._path is None:

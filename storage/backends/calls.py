@@ -7,6 +7,7 @@ Nobody else in the package calls the system for files of a checkpoint. Code says
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator, Sequence
 
@@ -46,6 +47,10 @@ class SystemCalls:
     def fstat(self, fd: int) -> os.stat_result:
         """Facts of an open file."""
         return os.fstat(fd)
+
+    def flock(self, fd: int, operation: int) -> None:
+        """Locks an open file among all who ask (``fcntl.LOCK_*``); ``BlockingIOError`` where it was not to wait and would have to."""
+        fcntl.flock(fd, operation)
 
     def start_writeback(self, fd: int, start: int, num_bytes: int) -> None:
         """A hint to begin with the write-back of a range."""

@@ -148,9 +148,10 @@ def test_one_file_of_storage_knows_the_records_of_dcp_and_of_the_format() -> Non
         if any(what.startswith(("dcp_engine.storage.manifest", "dcp_engine.storage.records")) for what in names):
             knows_chunks.add(name(path))
     both = {"storage/dcp_records.py", "storage/dcp_metadata.py"}
-    callers = {"storage/planner_values.py", "storage/reader.py", "storage/writer.py", "storage/rank_group.py", "storage/tickets.py"}
-    assert knows_dcp <= both | callers
-    assert "storage/rank_group.py" not in knows_format | knows_chunks
+    callers = {"storage/planner_values.py", "storage/reader.py", "storage/writer.py", "storage/tickets.py"}
+    agree = {"storage/rank_group.py", "storage/root.py", "storage/root_decision.py"}
+    assert knows_dcp <= both | callers | agree
+    assert not agree & (knows_format | knows_chunks)
     assert knows_dcp & knows_format <= {"storage/dcp_records.py"}
     assert "storage/planner_values.py" not in knows_format | knows_chunks
     assert {"storage/writer.py", "storage/reader.py"} <= knows_dcp
@@ -209,6 +210,8 @@ SYSTEM_CALLS = {
     "os.path.islink",
     "os.path.getsize",
     "os.path.getmtime",
+    "fcntl.flock",
+    "fcntl.lockf",
 }
 """What touches files. ``path.realpath`` and ``path.ismount`` resolve names that the user gave, before anything is saved."""
 

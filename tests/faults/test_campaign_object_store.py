@@ -87,6 +87,7 @@ def _creates_whatever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (_forgets_that_it_does_not_know, "save", "late", False),
         (_overwrites_without_a_condition, "overwrite", "late", True),
+        (_overwrites_without_a_condition, "retire", "late", True),
         (_believes_that_absent_means_failed, "save", "late", False),
         (_believes_that_a_put_has_arrived, "save", "503", False),
         (_removes_what_is_replaced_too_early, "overwrite", "dropped", False),

@@ -25,8 +25,11 @@ from support.store_outcomes import judge, seen, whole_nonce
 
 from dcp_engine.errors import CommitStateUnknownError, DcpEngineError, StorageError
 from dcp_engine.storage import publish_remote
-from dcp_engine.storage.backends import requests
+from dcp_engine.storage.backends import locate, requests
 from dcp_engine.storage.publish import open_publisher
+from dcp_engine.storage.root_remote import RemoteRoot
+from dcp_engine.storage.root_store import Retirement
+from dcp_engine.storage.steps import step_name
 
 PART = "object_store"
 TITLE = "Object stores: every request, every fault"
@@ -35,7 +38,7 @@ PROMISE = (
     "new one is there and stays; every error is one of the engine's and says what is true; the next save works."
 )
 
-SCENARIOS = ("save", "overwrite", "load", "rival", "rival overwrite")
+SCENARIOS = ("save", "overwrite", "load", "retire", "rival", "rival overwrite")
 """``rival``: another writer publishes between the beginning and the commit of the save that meets the fault."""
 SCHEMES = ("fake", "createsonly", "ignores")
 """A storage with all conditions, one that only creates on condition, and one without any: there, nobody else may write."""
@@ -100,7 +103,7 @@ def points() -> Iterator[Point]:
                         continue
                     for lasts in LASTS:
                         yield Point(scheme=scheme, scenario=scenario, fault=fault, at=at, lasts=lasts)
-                        if fault == "late" and scenario in ("save", "overwrite") and _holds_late(scheme, scenario):
+                        if fault == "late" and scenario in ("save", "overwrite", "retire") and _holds_late(scheme, scenario):
                             yield Point(scheme=scheme, scenario=scenario, fault=fault, at=at, lasts=lasts, settles_last=True)
 
 
@@ -143,7 +146,8 @@ class _Trial:
     """One run of a scenario against the fake storage."""
 
     def __init__(self, scheme: str, scenario: str, faults: StorageFaults, *, settles_last: bool = False) -> None:
-        self._url = f"{scheme}://run/x"
+        self._root = f"{scheme}://run"
+        self._url = f"{self._root}/{step_name(1)}"
         self._scenario = scenario
         self._faults = faults
         self._settles_last = settles_last
@@ -155,6 +159,8 @@ class _Trial:
             old = None if self._scenario in ("save", "rival") else publish(self._url, storage_options=fresh_options()).nonce
             if self._scenario == "load":
                 self._load(old)
+            elif self._scenario == "retire":
+                self._retire(old)
             else:
                 self._save(old)
             self._next_save_works()
@@ -188,6 +194,21 @@ class _Trial:
                 return
         if found != old:
             self._found.append(f"a load found {found}")
+
+    def _retire(self, old: str | None) -> None:
+        store = RemoteRoot(locate(self._root), self._options())
+        allowed = {None}
+        with self._faulty():
+            try:
+                if store.retire(1, str(old)) is Retirement.CHANGED:
+                    self._found.append("the retired step was called changed, and nobody had changed it")
+            except StorageError:
+                allowed = {None, old}
+        for settled in (False, True):
+            if settled and not self._settles_last:
+                self._faults.settle()
+            if (there := seen(self._url, fresh_options())) not in allowed:
+                self._found.append(f"after a retirement a reader finds {there}")
 
     def _save(self, old: str | None) -> None:
         publisher = open_publisher(self._url, storage_options=self._options(), overwrite=old is not None)

@@ -1,0 +1,90 @@
+"""What a root asks of its storage: the protocol between ``RunRoot`` and the two kinds of storage, and the names in a root."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from enum import Enum
+from typing import Final, Protocol
+
+from dcp_engine.errors import InvalidOptionError
+from dcp_engine.storage.attempts import MANIFEST_NAME, MARKER_NAME
+from dcp_engine.storage.epochs import EpochRecord
+from dcp_engine.storage.holds import Hold
+from dcp_engine.storage.steps import parse_step_name
+
+__all__ = ["Retirement", "RootStore", "is_step_attempt", "is_trash", "refuse_checkpoint"]
+
+_ATTEMPT = re.compile(r"\.tmp-(step-[0-9]+)-[0-9a-f]{32}", re.ASCII)
+_TRASH = re.compile(r"\.trash-[0-9a-f]{32}", re.ASCII)
+_STOCK_NAME: Final = ".metadata"
+
+
+class Retirement(Enum):
+    """What became of a step that was to be retired."""
+
+    DONE = "it is gone, and nobody was reading it"
+    UNGUARDED = "it is gone; whether anybody was reading it cannot be told there"
+    IN_USE = "it is there: somebody reads it"
+    CHANGED = "it is not there, or another one has its name"
+
+
+class RootStore(Protocol):
+    """The calls of a root on its storage. Which steps and epochs they are made for is decided above it; errors are the engine's."""
+
+    def prepare(self) -> None:
+        """Makes the root ready for epochs. ``InvalidOptionError`` if it can be none, ``StorageError`` kinds if it cannot be written to."""
+        ...
+
+    def create_epoch(self, record: EpochRecord) -> bool:
+        """Creates an epoch's file. False if there is one of that number, of anybody else's."""
+        ...
+
+    def revoke(self, check: Callable[[], None]) -> None:
+        """Takes all attempts at steps that are there away from their writers. ``check`` is called between the look and the first change."""
+        ...
+
+    def hold(self, step: int) -> Hold:
+        """Keeps a step from being retired, where the storage can."""
+        ...
+
+    def retire(self, step: int, nonce: str) -> Retirement:
+        """Retires the checkpoint of a step if it is that one and nobody reads it."""
+        ...
+
+    def clean(self, older_than_secs: float, *, keep_whole: bool) -> tuple[str, ...]:
+        """Removes what was retired or revoked. Returns the names of what is gone.
+
+        Args:
+            older_than_secs: only what has been so for that long, by the clock of the storage.
+            keep_whole: leave what is still a whole checkpoint: it may be all that is left.
+        """
+        ...
+
+    def put_latest(self, content: bytes) -> None:
+        """Replaces LATEST in one step, durably."""
+        ...
+
+
+def is_step_attempt(name: str) -> bool:
+    """Whether a name is one that an attempt at a step has, not merely resembles."""
+    match = _ATTEMPT.fullmatch(name)
+    return match is not None and parse_step_name(match[1]) is not None
+
+
+def is_trash(name: str) -> bool:
+    """Whether a name is one that the engine gives to what is to be removed."""
+    return _TRASH.fullmatch(name) is not None
+
+
+def refuse_checkpoint(path: str, names: list[str]) -> None:
+    """Refuses a directory that is itself a checkpoint, of ours or of DCP's own format. Raises ``InvalidOptionError``."""
+    found = [name for name in (MARKER_NAME, MANIFEST_NAME, _STOCK_NAME) if name in names]
+    if found:
+        raise InvalidOptionError(
+            "this is a checkpoint, not a root that holds some",
+            path=path,
+            expected="a directory whose checkpoints are called like 'step-00000100', or a new one",
+            found=repr(found[0]),
+            remedy="pass the directory above it",
+        )
