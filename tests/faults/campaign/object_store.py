@@ -44,8 +44,8 @@ SCHEMES = ("fake", "createsonly", "ignores")
 """A storage with all conditions, one that only creates on condition, and one without any: there, nobody else may write."""
 STALL_SECS = 0.05
 """``request_timeout_secs`` where requests really stall. A busy machine may make others late: they must not matter either."""
-_NUM_REAL_STALLS = 40
-_SHARE_OF_OTHERS = 0.15
+_NUM_REAL_STALLS = 25
+_SHARE_OF_OTHERS = 0.08
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def _count(facts: Counter[str], bad: list[str], point: Point, result: tuple[int,
     put, found = result
     if put:
         facts["in the process"] += 1
-        facts[f"{point.scenario}, {point.fault}"] += 1
+        facts[point.fault] += 1
     bad += [f"{text}: {point}" for text in found]
 
 

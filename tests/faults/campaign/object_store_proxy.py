@@ -24,7 +24,7 @@ from dcp_engine.storage.publish import open_publisher
 __all__ = ["SCENARIOS", "run_into", "try_point"]
 
 SCENARIOS = ("save", "overwrite", "load")
-_NUM_SAMPLED = 14
+_NUM_SAMPLED = 12
 _STALL_SECS = 0.6
 # The driver's own patience would make a run take hours. The engine's is what is tried here.
 _DRIVER = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
