@@ -251,13 +251,13 @@ class ShardWriter(StorageWriter):
             # A staged state's buffer is free for the next save from here on, whatever keeps the staged tensors alive.
             with staged_memory.writing(planner_values.held_values(planner)), planner_values.own_state(planner):
                 receipts = self._write_files(plan, planner, ticket)
-        except DcpEngineError as failure:
-            error = self._reason(failure)
-            error.rank = ticket.rank if error.rank is None else error.rank
-            self._add_place(error)
-            if error is failure:
+        except DcpEngineError as error:
+            reason = self._reason(error)
+            reason.rank = ticket.rank if reason.rank is None else reason.rank
+            self._add_place(reason)
+            if reason is error:
                 raise
-            raise error from failure
+            raise reason from error
         except Exception as error:
             if can_travel(error):
                 raise

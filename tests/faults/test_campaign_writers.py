@@ -19,7 +19,7 @@ def test_two_writers_a_reader_and_retention_keep_what_was_promised() -> None:
     assert outcome.bad == ()
     assert outcome.points >= 700
     happened = {"interleaved", "killed", "clock jumps", "claims", "saves", "published", "fenced", "retired", "reads", "kept for a reader"}
-    assert happened <= {fact for fact, count in outcome.facts.items() if count > 10}
+    assert happened <= {fact for fact, count in outcome.facts.items() if count >= 5}
 
 
 def no_check(self: EpochClaim) -> None:

@@ -233,8 +233,9 @@ class World(SystemCalls):
         self._dates[os.lstat(path).st_ino] = self.now
 
     def _dated(self, found: os.stat_result) -> os.stat_result:
+        """With the time by this clock. What nobody made here is as old as can be."""
         values = list(found)
-        values[7] = values[8] = values[9] = int(self._dates.get(found.st_ino, self.now))
+        values[7] = values[8] = values[9] = int(self._dates.get(found.st_ino, 0.0))
         return os.stat_result(values)
 
 
