@@ -13,7 +13,7 @@ from support.roots import RootPlace
 
 from dcp_engine.errors import CommitError, ConcurrentCommitError, FencedError, RetiredError, StorageError
 from dcp_engine.storage.attempts import read_marker
-from dcp_engine.storage.backends import resolve
+from dcp_engine.storage.backends import requests, resolve
 from dcp_engine.storage.publish import AttemptRef, Publisher, open_checkpoint, open_publisher, require_unchanged
 from dcp_engine.storage.tombstones import is_tombstone, parse_tombstone
 
@@ -22,6 +22,7 @@ from dcp_engine.storage.tombstones import is_tombstone, parse_tombstone
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[RootPlace]:
     monkeypatch.setattr(FakeFileSystem, "failures", {})
     monkeypatch.setattr(FakeFileSystem, "intercept", None)
+    monkeypatch.setattr(requests, "_FIRST_WAIT_SECS", 0.0)
     FakeFileSystem.empty()
     yield RootPlace("fake://bucket/run", fresh_options())
     FakeFileSystem.empty()
@@ -154,14 +155,14 @@ def test_a_retirement_whose_answer_was_lost_is_read_back(place: RootPlace) -> No
 
     def lose(call: str, path: str, proceed: Callable[[], Any]) -> Any:
         result = proceed()
-        if call == "pipe_file" and path.endswith("step-00000001/COMPLETE"):
+        if call == "swap" and path.endswith("step-00000001/COMPLETE"):
             raise TimeoutError("no answer")
         return result
 
     FakeFileSystem.intercept = lose
     assert root.prune(2, claim).retired == (1,)
     FakeFileSystem.intercept = None
-    FakeFileSystem.failures["pipe_file"] = TimeoutError("no answer")
+    FakeFileSystem.failures["swap"] = TimeoutError("no answer")
     with pytest.raises(StorageError):
         root.prune(1, claim)
     FakeFileSystem.failures.clear()
