@@ -275,6 +275,9 @@ class PosixPublisher:
         """Retires the old checkpoint, then gives its name to the new one; puts the old one back if that fails."""
         system().rename(self._target, trash)
         try:
+            # A power cut may leave half of a rename where the file system has no journal: the old one needs a name that stays before the
+            # new one can lose its own, or both are gone.
+            flush_directory(self._parent)
             system().rename(ref.attempt, self._target)
         except OSError as error:
             if name_exists(self._target):

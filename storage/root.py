@@ -334,6 +334,7 @@ class RunRoot:
     def _marker(self, step: int) -> Marker:
         """COMPLETE of a committed step. Raises as ``open_checkpoint``."""
         path = self.path_of(step)
+        self._store.check_entry(step)
         try:
             return read_marker(resolve(path, self._storage_options))
         except MissingFileError:

@@ -10,7 +10,7 @@ import stat
 import uuid
 from collections.abc import Callable
 
-from dcp_engine.errors import DcpEngineError, InvalidOptionError, StorageError
+from dcp_engine.errors import CheckpointNotFoundError, DcpEngineError, InvalidOptionError, StorageError
 from dcp_engine.storage.attempts import nonce_at, write_whole
 from dcp_engine.storage.backends.calls import system
 from dcp_engine.storage.backends.directories import file_kind, flush_directory, make_directories, name_exists, remove_tree
@@ -85,6 +85,22 @@ class PosixRoot:
                 raise storage_failure(error, "take an attempt away from an older run", path=self._path, file=name) from error
         if attempts:
             self._flush(self._path)
+
+    def check_entry(self, step: int) -> None:
+        """Refuses a symbolic link: what it leads to is not the root's to name or to retire."""
+        try:
+            mode = system().lstat(self._place(step)).st_mode
+        except OSError:
+            return  # whoever reads it says what is wrong
+        if not stat.S_ISDIR(mode):
+            raise CheckpointNotFoundError(
+                "this is no step of the root",
+                path=self._place(step),
+                step=step,
+                expected="a directory",
+                found=file_kind(mode),
+                remedy="take another step",
+            )
 
     def hold(self, step: int) -> Hold:
         """A shared lock on COMPLETE."""

@@ -92,6 +92,9 @@ class RemoteRoot:
                 if _content(place, MARKER_NAME) is None:
                     raise
 
+    def check_entry(self, step: int) -> None:
+        """Prefixes lead nowhere else."""
+
     def hold(self, step: int) -> Hold:
         """Nothing to hold: readers of an object store are not seen."""
         return Hold()

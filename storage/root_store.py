@@ -44,6 +44,10 @@ class RootStore(Protocol):
         """Takes all attempts at steps that are there away from their writers. ``check`` is called between the look and the first change."""
         ...
 
+    def check_entry(self, step: int) -> None:
+        """Refuses a step's name that leads out of the root. ``CheckpointNotFoundError``. What is not there at all is not refused."""
+        ...
+
     def hold(self, step: int) -> Hold:
         """Keeps a step from being retired, where the storage can."""
         ...

@@ -566,6 +566,30 @@ def test_the_old_checkpoint_is_put_back_when_the_new_one_cannot_take_its_place(t
     assert os.listdir(target.parent) == [target.name]
 
 
+def test_the_old_checkpoint_has_a_durable_name_before_the_new_one_is_renamed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(target)
+    publisher = open_publisher(target, overwrite=True)
+    ref = publisher.begin()
+    reported = write_files(publisher, ref)
+    done: list[str] = []
+    rename, fsync = os.rename, os.fsync
+
+    def note_rename(source: str, destination: str) -> None:
+        rename(source, destination)
+        done.append("set aside" if source == str(target) else "published")
+
+    def note_flush(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}") == os.path.realpath(target.parent):
+            done.append("parent flushed")
+        fsync(fd)
+
+    monkeypatch.setattr(linux, "exchange", lambda one, other: False)
+    monkeypatch.setattr(os, "rename", note_rename)
+    monkeypatch.setattr(os, "fsync", note_flush)
+    publisher.commit(ref, MANIFEST, reported)
+    assert done == ["set aside", "parent flushed", "published", "parent flushed"]
+
+
 def test_when_the_old_checkpoint_cannot_be_put_back_both_are_kept_and_named(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(target)
     publisher = open_publisher(target, overwrite=True)

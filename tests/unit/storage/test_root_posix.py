@@ -286,7 +286,10 @@ def test_a_link_in_place_of_a_step_is_not_retired(place: RootPlace, tmp_path: Pa
     place.save(2, claim)
     (Path(place.path) / "step-00000001").symlink_to(elsewhere.root().path_of(1))
 
-    root.retire(1, claim)  # it finds a marker through the link, and then no directory of its own
+    for call in (root.retire, root.set_latest):
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            call(1, claim)
+        assert caught.value.found == "a symbolic link"
     assert root.prune(1, claim).retired == ()
     assert (Path(place.path) / "step-00000001").is_symlink()
     assert elsewhere.loaded(1) == [1, 0]
