@@ -1,15 +1,18 @@
 """Publishes by one small object: object stores, which can neither rename nor flush.
 
 The files of an attempt are put under ``<target>/<nonce>/``, where nobody looks, and ``<target>/COMPLETE`` names the nonce. Creating that
-object only if there is none is the commit. A reply that got lost is answered by reading it back.
+object only if there is none is the commit; where a checkpoint is replaced, putting it only in place of the COMPLETE that was there. What
+was answered by nothing, or by an error that does not say whether the request took effect, is read back. It may still take effect later, so
+that nothing of the attempt is removed as long as that is possible (see docs/decisions/0018).
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from dcp_engine.errors import (
@@ -19,7 +22,6 @@ from dcp_engine.errors import (
     CorruptCheckpointError,
     DcpEngineError,
     StorageError,
-    StoragePermissionError,
     UnsupportedVersionError,
 )
 from dcp_engine.storage.attempts import (
@@ -39,7 +41,9 @@ from dcp_engine.storage.attempts import (
     write_whole,
 )
 from dcp_engine.storage.backends import Location
+from dcp_engine.storage.backends.answers import Answer
 from dcp_engine.storage.backends.remote import RemoteDirectory
+from dcp_engine.storage.backends.requests import NUM_TIMEOUTS, NUM_TRIES, pause, timed_out
 from dcp_engine.storage.envelope import is_nonce
 from dcp_engine.storage.tombstones import RETIRED
 
@@ -50,16 +54,30 @@ _logger = logging.getLogger(__name__)
 PROBE_NAME = "PROBE"
 """Object that the test for conditional creation may leave in an attempt, where a storage allows no removal."""
 _INCOMPLETE = "incomplete"
-_NUM_TRIES = 4
-_FIRST_WAIT_SECS = 0.5
 _NUM_REQUESTS = 16
+_MAX_LOOKED_AT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    """What a put of COMPLETE depends on. At most one of both is set; if none is, nothing holds other writers off."""
+
+    create: bool = False
+    """That there is none."""
+    over: str | None = None
+    """That it still is the one with this tag."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether a put that comes late, or second, cannot displace another writer's COMPLETE."""
+        return self.create or self.over is not None
 
 
 class RemotePublisher:
     """See :class:`~dcp_engine.storage.attempts.Publisher`. No I/O on construction.
 
     Args:
-        storage_options: keyword arguments of the fsspec file system.
+        storage_options: see :meth:`RemoteDirectory.at`.
     """
 
     def __init__(
@@ -75,6 +93,7 @@ class RemotePublisher:
         self._overwrite = overwrite
         self._fence = fence
         self._uncertain: set[str] = set()
+        self._known: dict[str, tuple[str, ...]] = {}
 
     @property
     def target(self) -> str:
@@ -89,11 +108,9 @@ class RemotePublisher:
         attempt = directory.child(nonce)
         attempt.make()
         if not attempt.creates_conditionally(PROBE_NAME):
-            _logger.warning(
-                "the storage of %s cannot create an object only if there is none: two jobs that save to one path at the same time "
-                "would not notice each other; make sure that only one does",
-                self._target,
-            )
+            self._warn("create an object only if there is none")
+        elif replaces is not None and not attempt.swaps(PROBE_NAME):
+            self._warn("replace an object only if it still is what it was")
         if self._fence is not None:
             self._fence.check()
         return AttemptRef(nonce=nonce, target=self._target, attempt=attempt.path, remote=True, replaces=replaces)
@@ -111,27 +128,24 @@ class RemotePublisher:
         check_same_target(self._target, ref)
         directory = self._directory()
         attempt = directory.child(ref.nonce)
+        self._known[ref.nonce] = tuple(name for name, _ in files)
         _check_files(attempt, files)
-        write_whole(attempt, MANIFEST_NAME, manifest)
-        replaced = self._check_replaced(directory, ref)
+        _write_manifest(attempt, manifest)
+        condition, replaced = self._check_replaced(directory, ref)
         if self._fence is not None:
             self._fence.check()
         try:
-            self._publish(directory, ref, marker_of(ref.nonce, ref.nonce, manifest))
+            self._publish(directory, ref, marker_of(ref.nonce, ref.nonce, manifest), condition)
         except ConcurrentCommitError:
             if self._fence is not None:
                 self._fence.check()  # a newer epoch revoked this attempt: that says more
             raise
-        for place, name in replaced:
-            try:
-                place.remove(name)
-            except StorageError as error:
-                _logger.warning("could not remove %r of the replaced checkpoint at %s: %s", name, place.path, error)
+        _remove_replaced(replaced)
         if ref.replaces is not None and is_nonce(ref.replaces):
             directory.child(ref.replaces).unmake()
 
     def abort(self, ref: AttemptRef) -> None:
-        """Removes the objects of the attempt, unless COMPLETE names it or cannot be read."""
+        """Removes the objects of the attempt, unless COMPLETE names it or cannot be read. Gives up at the first that cannot be removed."""
         if ref.nonce in self._uncertain:
             return
         try:
@@ -139,7 +153,8 @@ class RemotePublisher:
             if nonce_at(directory) == ref.nonce:
                 return
             attempt = directory.child(ref.nonce)
-            for name in attempt.names():
+            # A listing may be late: what this attempt is known to have put goes in any case.
+            for name in {*attempt.names(), *self._known.pop(ref.nonce, ()), MANIFEST_NAME, PROBE_NAME}:
                 attempt.remove(name)
             attempt.unmake()
         except DcpEngineError as error:
@@ -156,69 +171,89 @@ class RemotePublisher:
             raise CheckpointExistsError("the name is taken", path=self._target, found="an object", remedy="save to another name")
         # Prefixes of other attempts may lie there: without COMPLETE they are nothing.
         names = [name for name in directory.names() if not is_nonce(name)]
+        nonce = _nonce_there(directory)
+        # A listing may be late: what COMPLETE says is there, is there, and what is not found is gone.
+        if nonce is None:
+            names = _still_there(directory, names)
+            if not names:
+                return None
         strangers = [name for name in names if not is_own_file(name)]
-        try:
-            nonce = nonce_at(directory)
-        except (CorruptCheckpointError, UnsupportedVersionError):
-            nonce = _INCOMPLETE
-        if nonce is None and not names:
-            return None
-        # A listing may be late: what COMPLETE says is there, is there.
         check_replaceable(self._target, names or [MARKER_NAME], strangers, overwrite=self._overwrite or nonce == RETIRED)
         return nonce or _INCOMPLETE
 
-    def _check_replaced(self, directory: RemoteDirectory, ref: AttemptRef) -> list[tuple[RemoteDirectory, str]]:
-        """The objects that nobody needs once the new checkpoint is published."""
+    def _check_replaced(self, directory: RemoteDirectory, ref: AttemptRef) -> tuple[_Condition, list[tuple[RemoteDirectory, str]]]:
+        """On what COMPLETE may be put, and the objects that nobody needs once it is."""
+        attempt = directory.child(ref.nonce)
         if ref.replaces is None:
-            return []
+            return _Condition(create=attempt.creates_conditionally(PROBE_NAME)), []
+        # The tag comes first: if another writer slips in between, it is the tag of what is not there any more.
+        vacant, tag = not directory.holds(MARKER_NAME), directory.tag(MARKER_NAME)
         if (there := self._inspect_target(directory)) != ref.replaces:
             raise changed_meanwhile(self._target, ref.replaces, there)
+        if vacant and there == _INCOMPLETE:
+            condition = _Condition(create=attempt.creates_conditionally(PROBE_NAME))
+        else:
+            condition = _Condition(over=tag if attempt.swaps(PROBE_NAME) else None)
         replaced = [(directory, name) for name in directory.names() if is_own_file(name) and name != MARKER_NAME]
         if is_nonce(ref.replaces):
             old = directory.child(ref.replaces)
             replaced += [(old, name) for name in old.names() if is_own_file(name)]
-        return replaced
+        return condition, replaced
 
-    def _publish(self, directory: RemoteDirectory, ref: AttemptRef, marker: bytes) -> None:
-        """Puts COMPLETE, again where it cannot be told whether it arrived: nobody but this attempt ever puts these bytes."""
+    def _publish(self, directory: RemoteDirectory, ref: AttemptRef, marker: bytes, condition: _Condition) -> None:
+        """Puts COMPLETE until it is seen there, or another is. Again is harmless: nobody else ever puts these bytes."""
         failure: StorageError | None = None
-        for number in range(_NUM_TRIES):
+        may_arrive = False
+        timeouts = 0
+        for number in range(NUM_TRIES):
             if number:
-                time.sleep(_FIRST_WAIT_SECS * 2 ** (number - 1))
+                pause(number)
+            answer, failure = self._put_marker(directory, ref, marker, condition)
+            may_arrive = may_arrive or answer in (Answer.DONE, Answer.UNKNOWN)
+            timeouts += failure is not None and timed_out(failure)
             try:
-                self._put_marker(directory, ref, marker)
-                failure = None
+                there = _nonce_there(directory)
             except StorageError as error:
-                failure = error
-            try:
-                there = nonce_at(directory)
-            except StorageError as error:
-                failure = failure or error
-                continue
-            except (CorruptCheckpointError, UnsupportedVersionError):
-                there = _INCOMPLETE
+                there, failure = None, failure or error
+                timeouts += NUM_TIMEOUTS if timed_out(error) else 0
             if there == ref.nonce:
                 return
             if there not in (None, ref.replaces):
+                if may_arrive and not condition.holds:
+                    break  # it may displace the other yet
                 raise published_first(self._target, ref.nonce, there)
-            if isinstance(failure, StoragePermissionError):
-                raise failure
+            if timeouts >= NUM_TIMEOUTS or answer in (Answer.REFUSED, Answer.ABSENT):
+                break
+        if failure is not None and not may_arrive:
+            raise failure
         self._uncertain.add(ref.nonce)
         raise CommitStateUnknownError(
-            "it cannot be told whether the checkpoint was published",
+            "it cannot be told whether the checkpoint was published, or will be when a request arrives late",
             path=self._target,
             file=MARKER_NAME,
             found=str(failure) if failure is not None else "COMPLETE was put and did not appear",
             remedy="read COMPLETE before saving again; nothing was deleted",
         ) from failure
 
-    def _put_marker(self, directory: RemoteDirectory, ref: AttemptRef, marker: bytes) -> None:
-        if ref.replaces is not None:
-            directory.replace(MARKER_NAME, marker)
-        elif directory.child(ref.nonce).creates_conditionally(PROBE_NAME):
-            directory.create_only(MARKER_NAME, marker)
-        elif nonce_at(directory) is None:
-            directory.replace(MARKER_NAME, marker)
+    def _put_marker(
+        self, directory: RemoteDirectory, ref: AttemptRef, marker: bytes, condition: _Condition
+    ) -> tuple[Answer, StorageError | None]:
+        """One put of COMPLETE. Where the storage knows no conditions, what is there is looked at first."""
+        if not condition.holds:
+            try:
+                if _nonce_there(directory) not in (None, ref.nonce, ref.replaces):
+                    return Answer.EXISTS, None
+            except StorageError as error:
+                return Answer.BUSY, error
+        return directory.put_once(MARKER_NAME, marker, create=condition.create, over=condition.over)
+
+    def _warn(self, ability: str) -> None:
+        _logger.warning(
+            "the storage of %s cannot %s: two jobs that save to one path at the same time would not notice each other; make sure that only "
+            "one does",
+            self._target,
+            ability,
+        )
 
 
 def _check_files(directory: RemoteDirectory, files: Sequence[tuple[str, int]]) -> None:
@@ -226,3 +261,41 @@ def _check_files(directory: RemoteDirectory, files: Sequence[tuple[str, int]]) -
     with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
         sizes = list(pool.map(directory.file_size, [name for name, _ in files]))
     check_reported(directory.path, files, sizes, (name for name in directory.names() if name != PROBE_NAME))
+
+
+def _write_manifest(attempt: RemoteDirectory, manifest: bytes) -> None:
+    """Writes MANIFEST and reads it back: what COMPLETE is going to vouch for is what the storage gives to readers."""
+    write_whole(attempt, MANIFEST_NAME, manifest)
+    found = attempt.read_small(MANIFEST_NAME, len(manifest))
+    if found != manifest:
+        raise StorageError(
+            "the object did not arrive as it was sent",
+            path=attempt.path,
+            file=MANIFEST_NAME,
+            expected=hashlib.sha256(manifest).hexdigest(),
+            found=hashlib.sha256(found).hexdigest(),
+        )
+
+
+def _nonce_there(directory: RemoteDirectory) -> str | None:
+    """Nonce of the checkpoint that is there, ``"incomplete"`` for a damaged one or None for none. Raises ``StorageError``."""
+    try:
+        return nonce_at(directory)
+    except (CorruptCheckpointError, UnsupportedVersionError):
+        return _INCOMPLETE
+
+
+def _still_there(directory: RemoteDirectory, names: Sequence[str]) -> list[str]:
+    """Those of the listed names that are found when they are asked for. Beyond the first few, a listing is believed."""
+    return [name for name in names[:_MAX_LOOKED_AT] if directory.holds(name)] + list(names[_MAX_LOOKED_AT:])
+
+
+def _remove_replaced(replaced: Sequence[tuple[RemoteDirectory, str]]) -> None:
+    """Removes what the new checkpoint replaced, as far as possible: it is published, and what stays harms nobody."""
+    for place, name in replaced:
+        try:
+            place.remove(name)
+        except StorageError as error:
+            _logger.warning("could not remove %r of the replaced checkpoint at %s: %s", name, place.path, error)
+            if timed_out(error):
+                return  # the others would take as long each

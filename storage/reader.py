@@ -70,7 +70,8 @@ class ShardReader(StorageReader):
             that all ranks load one checkpoint, and every rank must call ``read_metadata`` the same number of times. Without it
             disagreement is still found, when plans are compared. With ``broadcast`` it must carry CPU tensors, as gloo does, nothing else
             may use it during the load, and ``None`` stands for the default group where ``torch.distributed`` is initialised.
-        storage_options: keyword arguments of the fsspec file system of a URL.
+        storage_options: keyword arguments of the fsspec file system of a URL, and ``request_timeout_secs``: how long it may take to answer
+            one request, and a second more for each MiB; 60 where it is not given.
 
     Raises:
         InvalidOptionError: an option is out of range, or ``process_group`` cannot carry what ``broadcast`` would send.

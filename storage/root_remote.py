@@ -102,6 +102,7 @@ class RemoteRoot:
     def retire(self, step: int, nonce: str) -> Retirement:
         """Replaces COMPLETE by a tombstone, then removes the data."""
         place = self._place(step)
+        tag = place.tag(MARKER_NAME)  # before the content: if that is changed in between, it is the tag of what is not there any more
         try:
             if read_marker(place).nonce != nonce:
                 return Retirement.CHANGED
@@ -111,10 +112,14 @@ class RemoteRoot:
             return Retirement.CHANGED
         tombstone = tombstone_bytes([nonce])
         try:
-            place.replace(MARKER_NAME, tombstone)
+            self._bury(place, tombstone, tag)
         except StorageError:
             if _content(place, MARKER_NAME) != tombstone:
                 raise
+        if _content(place, MARKER_NAME) != tombstone:
+            if nonce_at(place) != nonce:
+                return Retirement.CHANGED
+            raise StorageError("the tombstone was refused, although the step is unchanged", path=place.path, remedy="retire it again")
         self._remove_data(place, (nonce,))
         return Retirement.UNGUARDED
 
@@ -148,6 +153,13 @@ class RemoteRoot:
 
     def _place(self, step: int) -> RemoteDirectory:
         return self._directory.child(step_name(step))
+
+    def _bury(self, place: RemoteDirectory, tombstone: bytes, tag: str | None) -> None:
+        """Puts a tombstone in place of the COMPLETE with this tag, where the storage can: one that comes late must not meet a newer one."""
+        if tag is not None and self._epochs().swaps(PROBE_NAME):
+            place.put_until_answered(MARKER_NAME, tombstone, over=tag)
+        else:
+            place.replace(MARKER_NAME, tombstone)
 
     def _remove_data(self, place: RemoteDirectory, nonces: tuple[str, ...]) -> int:
         """Removes the files of retired attempts, as far as possible, as long as the tombstone is there. Returns how many are gone."""

@@ -72,7 +72,8 @@ def verify_checkpoint(
         path: directory or URL of the checkpoint.
         threads: worker threads; ``None``: the CPUs that this process may use, at most 8.
         bytes_in_flight: bytes held at once; at least 4 MiB, of which one worker takes 16 whatever the bound.
-        storage_options: keyword arguments of the fsspec file system of a URL.
+        storage_options: keyword arguments of the fsspec file system of a URL, and ``request_timeout_secs``: how long it may take to answer
+            one request, and a second more for each MiB; 60 where it is not given.
 
     Returns:
         A report. Damage of shard files is in its ``faults``; each names the file and, where it is a block, the block and its tensors.

@@ -88,7 +88,8 @@ class ShardWriter(StorageWriter):
         metadata: values to keep with the checkpoint, in the types of :mod:`dcp_engine.objects`.
         components: glob pattern of keys -> component, before the well-known names; see :class:`dcp_engine.components.ComponentMap`.
         process_group: the group that ``dcp.save`` uses; checked against the plan. Not pickled.
-        storage_options: keyword arguments of the fsspec file system of a URL.
+        storage_options: keyword arguments of the fsspec file system of a URL, and ``request_timeout_secs``: how long it may take to answer
+            one request, and a second more for each MiB; 60 where it is not given.
         fence: asked on the coordinator right after the attempt is made and right before it is published, and on any rank whose files
             went away: an :class:`~dcp_engine.storage.epochs.EpochClaim`, or anything with its ``check()``. What that raises ends the save.
 

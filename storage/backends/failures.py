@@ -48,7 +48,9 @@ def storage_failure(error: BaseException, action: str, *, path: str, file: str |
         kind = StorageFullError
     elif code in PERMISSION_ERRNOS or isinstance(error, PermissionError):
         kind = StoragePermissionError
-    remedy = _REMEDIES.get(code) if code is not None else _REMOTE_REMEDY
+    # Drivers use the system's numbers for what a server said, where these mean something else.
+    by_number = code is not None and ("://" not in path or code in FULL_ERRNOS)
+    remedy = _REMEDIES.get(code) if code is not None and by_number else _REMOTE_REMEDY
     return kind(
         f"cannot {action}", errno=code, path=path, file=file, found=f"{type(error).__name__}: {reason}".removesuffix(": "), remedy=remedy
     )

@@ -1,35 +1,37 @@
 """Object stores and every other storage that fsspec knows: the only file that imports it.
 
-Objects are put whole or not at all. A file opened for writing through fsspec would commit what it holds when an error ends its ``with``
-block, so nothing here opens one: new objects are spooled locally and sent by one ``pipe_file`` or ``put_file``.
+Each request is bounded in time, and sent again where that can help (see :mod:`dcp_engine.storage.backends.requests`). One that was given up
+may still take effect later, so what is sent again always says the same as before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, cast
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.registry import available_protocols
 
-from dcp_engine.errors import InvalidOptionError, LimitExceededError, MissingFileError, StorageError, TruncatedFileError
-from dcp_engine.storage.backends.base import Buffer
+from dcp_engine.errors import InvalidOptionError, LimitExceededError, MissingFileError, StorageError
+from dcp_engine.storage.backends import conditions
+from dcp_engine.storage.backends.answers import Answer, answer_of
 from dcp_engine.storage.backends.failures import storage_failure
 from dcp_engine.storage.backends.locations import check_name
+from dcp_engine.storage.backends.remote_files import RemoteReadFile, RemoteWriteFile
+from dcp_engine.storage.backends.requests import NUM_TIMEOUTS, NUM_TRIES, Requests, pause, split_options, timed_out, unclear
 from dcp_engine.storage.backends.spool import Spool
 
-__all__ = ["RemoteDirectory", "RemoteReadFile", "RemoteWriteFile", "knows_scheme"]
+__all__ = ["RemoteDirectory", "knows_scheme"]
 
-_conditional: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-_conditional_lock = threading.Lock()
+T = TypeVar("T")
 
-_PIECE_BYTES = 64 * 2**20
+# The end of an upload in parts that was acknowledged, but not heard, is answered by "no such upload" when a driver repeats it.
+_PUT_AGAIN = frozenset({Answer.BUSY, Answer.UNKNOWN, Answer.ABSENT})
+_S3 = frozenset({"s3", "s3a"})
 
 
 def knows_scheme(url: str) -> bool:
@@ -54,148 +56,71 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return file_system, str(key).rstrip("/")
 
 
-class RemoteWriteFile:
-    """A new object: spooled, in memory while it is small, then sent whole. See :class:`~dcp_engine.storage.backends.base.WriteFile`."""
+def _single_shot(url: str, options: Mapping[str, Any], usual: Any) -> Any:
+    """A file system whose driver sends each request once, where that can be had; else the usual one.
 
-    def __init__(self, directory: RemoteDirectory, name: str) -> None:
-        self._directory = directory
-        self._name = name
-        self._spool = Spool(name)
-        self._dead = False
-
-    @property
-    def position(self) -> int:
-        """Where the furthest byte that was written ends."""
-        return self._spool.size_bytes
-
-    def write(self, parts: Sequence[Buffer]) -> None:
-        """Appends to the spool."""
-        self.write_at(self._spool.size_bytes, parts)
-
-    def write_at(self, position: int, parts: Sequence[Buffer]) -> None:
-        """Writes into the spool."""
-        self._check_usable()
-        try:
-            for part in parts:
-                position += self._spool.write_at(position, part)
-        except BaseException:
-            self._dead = True
-            raise
-
-    def write_pieces(self, position: int, part: Buffer, seen: Callable[[memoryview], object]) -> None:
-        """Writes into the spool at once."""
-        self.write_at(position, [part])
-        seen(memoryview(part).cast("B"))
-
-    def settle(self, start: int, num_bytes: int) -> bool:
-        """Cannot be seen: nothing is sent before the end."""
-        return False
-
-    def commit(self) -> None:
-        """Sends the object, then asks the storage for its size."""
-        self._check_usable()
-        self._dead = True
-        try:
-            self._directory.put(self._name, self._spool)
-        finally:
-            self._spool.close()
-
-    def abort(self) -> None:
-        """Drops the spool. An object whose sending failed half-way is no object yet; the removal of the attempt takes the rest."""
-        self._dead = True
-        self._spool.close()
-
-    def _check_usable(self) -> None:
-        if self._dead:
-            raise StorageError(
-                "the object was sent or has failed before", path=self._directory.path, file=self._name, remedy="start a new attempt"
-            )
+    What a driver repeats on its own account hides answers: "denied" may come after a request that got none, and that may take effect later.
+    """
+    if not _is_s3(usual) or "::" in url:
+        return usual
+    config = {**options.get("config_kwargs", {}), "retries": {"total_max_attempts": 1}}
+    file_system, _ = _file_system(url, {**options, "config_kwargs": config})
+    file_system.retries = 1
+    return file_system
 
 
-class RemoteReadFile:
-    """An existing object, read by ranges. See :class:`~dcp_engine.storage.backends.base.ReadFile`."""
-
-    def __init__(self, directory: RemoteDirectory, name: str, size_bytes: int) -> None:
-        self._directory = directory
-        self._name = name
-        self._size_bytes = size_bytes
-
-    @property
-    def size_bytes(self) -> int:
-        """Size when the object was opened."""
-        return self._size_bytes
-
-    @property
-    def piece_bytes(self) -> int:
-        """Large: every read is a request to a server far away."""
-        return _PIECE_BYTES
-
-    def read_into(self, position: int, parts: Sequence[memoryview]) -> None:
-        """Fetches one range and copies it into the parts."""
-        views = [view for part in parts if (view := part.cast("B")).nbytes]
-        stop = position + sum(view.nbytes for view in views)
-        if stop == position:
-            return
-        if stop > self._size_bytes:
-            self._too_short(stop, self._size_bytes)
-        data = memoryview(self._directory.fetch(self._name, position, stop))
-        if data.nbytes != stop - position:
-            self._too_short(stop, position + data.nbytes)
-        start = 0
-        for view in views:
-            view[:] = data[start : start + view.nbytes]
-            start += view.nbytes
-
-    def close(self) -> None:
-        """Holds nothing."""
-
-    def _too_short(self, wanted: int, found: int) -> NoReturn:
-        raise TruncatedFileError(
-            "the object ends too early",
-            path=self._directory.path,
-            file=self._name,
-            expected=f"at least {wanted} bytes",
-            found=f"{found} bytes",
-        )
+def _is_s3(file_system: Any) -> bool:
+    protocol = file_system.protocol
+    return not _S3.isdisjoint((protocol,) if isinstance(protocol, str) else protocol)
 
 
 class RemoteDirectory:
     """A prefix of an object store, or a directory of another remote storage. See :class:`~dcp_engine.storage.backends.base.Directory`."""
 
-    def __init__(self, url: str, file_system: Any, key: str) -> None:
+    def __init__(self, url: str, file_system: Any, key: str, requests: Requests, single_shot: Any) -> None:
         self._url = url
         self._fs = file_system
         self._key = key
+        self._requests = requests
+        self._single_shot = single_shot
 
     @classmethod
     def at(cls, url: str, storage_options: Mapping[str, Any] | None = None) -> RemoteDirectory:
-        """The directory at a URL. ``storage_options`` are keyword arguments of the fsspec file system."""
-        return cls(url, *_file_system(url, storage_options or {}))
+        """The directory at a URL.
+
+        Args:
+            storage_options: keyword arguments of the fsspec file system, and ``request_timeout_secs``: how long the storage may take to
+                answer one request, and a second more for each MiB that it carries. Default: 60.
+        """
+        requests, driver = split_options(storage_options or {}, path=url)
+        file_system, key = _file_system(url, driver)
+        return cls(url, file_system, key, requests, _single_shot(url, driver, file_system))
 
     @property
     def path(self) -> str:
         """URL."""
         return self._url
 
+    @property
+    def storage(self) -> tuple[Any, str]:
+        """The driver, and the bucket or its like: what is one storage with one set of rules."""
+        return self._fs, self._key.rpartition("://")[2].strip("/").partition("/")[0]
+
     def child(self, name: str) -> RemoteDirectory:
         """A directory in it."""
         check_name(name, path=self._url)
-        return RemoteDirectory(f"{self._url}/{name}", self._fs, f"{self._key}/{name}")
+        return RemoteDirectory(f"{self._url}/{name}", self._fs, f"{self._key}/{name}", self._requests, self._single_shot)
 
     def make(self) -> None:
         """Makes the directory where the storage needs one. Object stores do not, and some of their drivers would make a bucket instead."""
-        if isinstance(self._fs, AsyncFileSystem):
-            return
-        try:
-            self._fs.makedirs(self._key, exist_ok=True)
-        except Exception as error:  # drivers raise their own libraries' types
-            raise storage_failure(error, "create the directory", path=self._url) from error
+        if not isinstance(self._fs, AsyncFileSystem):
+            self._ask("create the directory", lambda: self._fs.makedirs(self._key, exist_ok=True))
 
     def unmake(self) -> None:
         """Removes the directory that :meth:`make` made, if it is empty. Never raises."""
         if not isinstance(self._fs, AsyncFileSystem):
             with contextlib.suppress(Exception):  # an empty directory that stays harms nobody
-                self._fs.rmdir(self._key)
+                self._requests.once(lambda: self._fs.rmdir(self._key))
 
     def create(self, name: str) -> RemoteWriteFile:
         """A new object. It exists from ``commit`` on."""
@@ -209,19 +134,24 @@ class RemoteDirectory:
         return RemoteReadFile(self, name, self.file_size(name))
 
     def read_small(self, name: str, limit_bytes: int) -> bytes:
-        """The whole of an object of at most ``limit_bytes``."""
-        file = self.open(name)
-        if file.size_bytes > limit_bytes:
-            raise LimitExceededError(
-                "the object is too long",
-                path=self._url,
-                file=name,
-                expected=f"at most {limit_bytes} bytes",
-                found=f"{file.size_bytes} bytes",
-            )
-        data = bytearray(file.size_bytes)
-        file.read_into(0, [memoryview(data)])
-        return bytes(data)
+        """The whole of an object of at most ``limit_bytes``, as of one moment: one request reads it, whoever replaces it meanwhile."""
+        check_name(name, path=self._url)
+        try:
+            data = self.fetch(name, 0, limit_bytes + 1)
+        except StorageError as error:
+            # S3 refuses any range of an object without bytes.
+            if unclear(error) or self.file_size(name):
+                raise
+            data = b""
+        if len(data) <= limit_bytes:
+            return data
+        raise LimitExceededError(
+            "the object is too long",
+            path=self._url,
+            file=name,
+            expected=f"at most {limit_bytes} bytes",
+            found=f"{self.file_size(name)} bytes",
+        )
 
     def file_size(self, name: str) -> int:
         """Size in bytes, asked for now."""
@@ -233,142 +163,173 @@ class RemoteDirectory:
             raise MissingFileError("not an object", path=self._url, file=name, expected="an object", found=f"a {info['type']}")
         return int(info["size"])
 
+    def tag(self, name: str) -> str | None:
+        """What tells this content of an object from any other it may get (``ETag``); None where there is no object or no such thing."""
+        info = self._info(name)
+        tag = None if info is None else info.get("ETag")
+        return str(tag) if tag else None
+
     def names(self) -> list[str]:
-        """Everything directly under the prefix, sorted; nothing, where there is no such prefix."""
-        try:
+        """Everything directly under the prefix, sorted; nothing, where there is no such prefix. May be late."""
+
+        def listed() -> list[Any]:
             self._fs.invalidate_cache()
-            entries = self._fs.ls(self._key, detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except Exception as error:  # drivers raise their own libraries' types
-            raise storage_failure(error, "list the objects", path=self._url) from error
+            return list(self._fs.ls(self._key, detail=False))
+
+        entries = self._ask("list the objects", listed, absent=[])
         below = (str(entry).rstrip("/").rpartition("/") for entry in entries)
         return sorted(name for parent, _, name in below if parent.strip("/") == self._key.strip("/") and name)
+
+    def holds(self, name: str) -> bool:
+        """Whether there is anything of this name, asked for now. Any name will do: nothing is opened by it."""
+        return self._info(name) is not None
 
     def kind(self) -> str | None:
         """What the URL itself names: ``"file"``, ``"directory"``, or None for nothing."""
         info = self._info("")
         return None if info is None else str(info["type"])
 
+    def put_once(self, name: str, data: bytes, *, create: bool = False, over: str | None = None) -> tuple[Answer, StorageError | None]:
+        """Puts an object by one request, and says what is known of it.
+
+        Args:
+            create: only if there is no object of that name.
+            over: only in place of the content with this :meth:`tag`; see :meth:`swaps`.
+
+        Returns:
+            the answer, and the error that it came as, unless it is ``DONE``.
+        """
+        conditions_of_put: dict[str, Any] = {"mode": "create"} if create else {} if over is None else {"IfMatch": over}
+        place = self._join(name)
+        try:
+            self._requests.once(lambda: self._single_shot.pipe_file(place, data, **conditions_of_put), num_bytes=len(data))
+        except Exception as error:  # noqa: BLE001 - drivers raise their own libraries' types
+            failure = storage_failure(error, "create the object" if create else "put the object", path=self._url, file=name)
+            failure.__cause__ = error
+            return answer_of(error), failure
+        return Answer.DONE, None
+
+    def put_until_answered(self, name: str, data: bytes, *, create: bool = False, over: str | None = None) -> tuple[Answer, bool]:
+        """Puts an object, again until the storage says whether it took effect. Parameters as for :meth:`put_once`.
+
+        Returns:
+            ``DONE`` or ``EXISTS`` (the condition does not hold), and whether an earlier request got no answer, so that what is
+            there may be its work.
+
+        Raises:
+            StorageError: it was refused, or there is no answer; then the object may have been put all the same.
+        """
+        may_be_ours, number, timeouts = False, 0, 0
+        while True:
+            number += 1
+            answer, failure = self.put_once(name, data, create=create, over=over)
+            if failure is None or answer is Answer.EXISTS:
+                return answer, may_be_ours
+            may_be_ours = may_be_ours or answer is Answer.UNKNOWN
+            timeouts += timed_out(failure)
+            if answer in (Answer.REFUSED, Answer.ABSENT) or number == NUM_TRIES or timeouts == NUM_TIMEOUTS:
+                raise failure
+            pause(number)
+
     def create_only(self, name: str, data: bytes) -> bool:
         """Puts an object unless there is one of that name.
 
         Returns:
-            False if there was one.
+            False if there was one, unless a request of this call has put it. Data that nobody else would put make that certain.
 
         Raises:
-            StorageError: anything else; the object may have been put all the same.
+            StorageError: anything else; the object may have been put all the same, or may be later.
         """
-        try:
-            self._fs.pipe_file(self._join(name), data, mode="create")
-        except FileExistsError:
-            return False
-        except Exception as error:  # drivers raise their own libraries' types
-            if _is_conflict(error):
-                return False
-            raise storage_failure(error, "create the object", path=self._url, file=name) from error
-        return True
+        answer, may_be_ours = self.put_until_answered(name, data, create=True)
+        if answer is Answer.DONE:
+            return True
+        return may_be_ours and self.fetch(name, 0, len(data) + 1) == data
 
     def replace(self, name: str, data: bytes) -> None:
-        """Puts an object, whether there is one of that name or not."""
-        try:
-            self._fs.pipe_file(self._join(name), data)
-        except Exception as error:  # drivers raise their own libraries' types
-            raise storage_failure(error, "put the object", path=self._url, file=name) from error
+        """Puts an object, whether there is one of that name or not. Raises ``StorageError``; it may have been put all the same."""
+        self._ask("put the object", lambda: self._fs.pipe_file(self._join(name), data), name, num_bytes=len(data))
 
     def remove(self, name: str) -> None:
         """Removes an object; harmless if there is none."""
-        try:
-            self._fs.rm_file(self._join(name))
-        except FileNotFoundError:
-            return
-        except Exception as error:  # drivers raise their own libraries' types
-            raise storage_failure(error, "remove the object", path=self._url, file=name) from error
+        self._ask("remove the object", lambda: self._fs.rm_file(self._join(name)), name, absent=None)
 
     def creates_conditionally(self, probe: str) -> bool:
-        """Whether ``create_only`` holds against other writers, found out once per storage by trying it on the object ``probe``.
+        """Whether ``create`` holds against other writers, found out once per storage by trying it on the object ``probe``.
 
         A driver may ignore the condition, or ask first and write later, which another writer can slip between.
 
         Raises:
-            StorageError: nothing can be written there at all.
+            StorageError: it could not be found out, or nothing can be written there at all.
         """
-        with _conditional_lock:
-            known = _conditional.get(self._fs)
-        if known is not None:
-            return known
-        answer = not _only_asks_first(self._fs) and self._probe(probe)
-        with _conditional_lock:
-            _conditional[self._fs] = answer
-        return answer
+        return conditions.known("create", self, lambda: not _only_asks_first(self._fs) and conditions.creates(self, probe))
+
+    def swaps(self, probe: str) -> bool:
+        """Whether ``over`` holds against other writers, found out likewise. Only S3's own and compatible storages are asked."""
+        return conditions.known("swap", self, lambda: _takes_tags(self._fs) and conditions.swaps(self, probe))
 
     def put(self, name: str, spool: Spool) -> None:
         """Sends a spooled object and checks what arrived."""
-        content = spool.content()
-        try:
-            if isinstance(content, str):
-                self._fs.put_file(content, self._join(name))
-            else:
-                self._fs.pipe_file(self._join(name), content)
-        except Exception as error:  # drivers raise their own libraries' types
-            raise storage_failure(error, "send the object", path=self._url, file=name) from error
-        found = self.file_size(name)
-        if found != spool.size_bytes:
-            raise StorageError(
-                "the object did not arrive whole", path=self._url, file=name, expected=f"{spool.size_bytes} bytes", found=f"{found} bytes"
-            )
+        place = self._join(name)
+
+        def send() -> None:
+            # The request may outlive this call, and the spool: what it sends is its own.
+            with spool.lent() as content:
+                if isinstance(content, str):
+                    self._fs.put_file(content, place)
+                else:
+                    self._fs.pipe_file(place, content)
+
+        self._ask("send the object", send, name, num_bytes=spool.size_bytes, again=_PUT_AGAIN)
+        info = self._info(name)
+        found = "no object" if info is None else f"{info['size']} bytes"
+        if found != (expected := f"{spool.size_bytes} bytes"):
+            raise StorageError("the object did not arrive whole", path=self._url, file=name, expected=expected, found=found)
 
     def fetch(self, name: str, start: int, stop: int) -> bytes:
         """Bytes ``start`` to ``stop`` (exclusive) of an object; fewer if it is shorter."""
-        try:
+
+        def read() -> bytes:
             return cast("bytes", self._fs.cat_file(self._join(name), start=start, end=stop))
-        except FileNotFoundError as error:
-            raise MissingFileError("the object is gone", path=self._url, file=name) from error
-        except Exception as error:  # drivers raise their own libraries' types
-            raise storage_failure(error, f"read at byte {start}", path=self._url, file=name) from error
+
+        data = self._ask(f"read at byte {start}", read, name, num_bytes=stop - start, absent=None)
+        if data is None:
+            raise MissingFileError("the object is not there", path=self._url, file=name)
+        return data
 
     def _join(self, name: str) -> str:
         return f"{self._key}/{name}" if name else self._key
 
     def _info(self, name: str) -> dict[str, Any] | None:
-        try:
+        def looked() -> dict[str, Any]:
             self._fs.invalidate_cache()
             return cast("dict[str, Any]", self._fs.info(self._join(name)))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except Exception as error:  # drivers raise their own libraries' types
-            raise storage_failure(error, "look for the object", path=self._url, file=name or None) from error
 
-    def _probe(self, name: str) -> bool:
+        return self._ask("look for the object", looked, name or None, absent=None)
+
+    def _ask(self, action: str, call: Callable[[], T], name: str | None = None, **options: Any) -> T:
+        """The result of a request, or of what is ``absent=`` where there is nothing. Raises ``StorageError``."""
+        absences = [options.pop("absent")] if "absent" in options else []
         try:
-            try:
-                created = self.create_only(name, b"first")
-            except StorageError:
-                self.replace(name, b"first")  # raises where the storage itself is at fault; else the driver refused the condition
-                return False
-            with contextlib.suppress(StorageError):
-                self.create_only(name, b"second")
-            return created and self.read_small(name, 64) == b"first"
-        finally:
-            # Storages that never delete keep it: it lies in the attempt's own prefix, where nobody reads it.
-            with contextlib.suppress(StorageError):
-                self.remove(name)
+            return self._requests.ask(call, **options)
+        except Exception as error:  # drivers raise their own libraries' types
+            if absences and answer_of(error) is Answer.ABSENT:
+                return cast("T", absences[0])
+            raise storage_failure(error, action, path=self._url, file=name) from error
+
+
+def _implementation(file_system: Any) -> Any:
+    """What puts the bytes."""
+    return type(file_system)._pipe_file if isinstance(file_system, AsyncFileSystem) else type(file_system).pipe_file
 
 
 def _only_asks_first(file_system: Any) -> bool:
     """Whether creation falls back on fsspec's own "exists, then write"."""
+    implementation = _implementation(file_system)
     if isinstance(file_system, AsyncFileSystem):
-        implementation = type(file_system)._pipe_file
         return "mode" not in inspect.signature(implementation).parameters
-    return type(file_system).pipe_file is fsspec.AbstractFileSystem.pipe_file
+    return implementation is fsspec.AbstractFileSystem.pipe_file
 
 
-def _is_conflict(error: BaseException) -> bool:
-    """Whether a driver's error says that the object exists, in a form that it did not translate."""
-    cause: BaseException | None = error
-    while cause is not None:
-        response = getattr(cause, "response", None)
-        if isinstance(response, dict) and response.get("Error", {}).get("Code") in {"PreconditionFailed", "412"}:
-            return True
-        cause = cause.__cause__
-    return False
+def _takes_tags(file_system: Any) -> bool:
+    """Whether a driver passes on, or may pass on, the condition that an object still is what it was."""
+    return _is_s3(file_system) or "IfMatch" in inspect.signature(_implementation(file_system)).parameters

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
 from typing import IO
 
 from dcp_engine.storage.backends.base import Buffer
@@ -27,6 +29,7 @@ class Spool:
         self._lock = threading.Lock()
         self._memory = bytearray()
         self._file: IO[bytes] | None = None
+        self._closed = False
         self.size_bytes = 0
 
     def write_at(self, position: int, part: Buffer) -> int:
@@ -48,18 +51,32 @@ class Spool:
             raise failure from error
         return view.nbytes
 
-    def content(self) -> bytes | str:
-        """The bytes themselves, or the path of a file that holds them, valid until :meth:`close`."""
-        if self._file is None:
-            return bytes(self._memory)
-        # Opening this path starts at the file's first byte, with an offset of its own.
-        return f"/proc/self/fd/{self._file.fileno()}"
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[bytes | str]:
+        """The bytes themselves, or the path of a file that holds them, valid within the block even if the spool is closed meanwhile.
+
+        A request that nobody waits for any more still reads them: the number of a closed descriptor would soon mean another file.
+        """
+        with self._lock:
+            if self._closed:
+                raise ValueError("the spool is closed")
+            content = bytes(self._memory) if self._file is None else os.dup(self._file.fileno())
+        if isinstance(content, bytes):
+            yield content
+            return
+        try:
+            # Opening this path starts at the file's first byte, with an offset of its own.
+            yield f"/proc/self/fd/{content}"
+        finally:
+            os.close(content)
 
     def close(self) -> None:
         """Drops the bytes. Harmless when repeated."""
-        self._memory = bytearray()
-        if self._file is not None:
-            self._file.close()
+        with self._lock:
+            self._closed = True
+            self._memory = bytearray()
+            if self._file is not None:
+                self._file.close()
 
     def _moved_to_disk(self) -> IO[bytes]:
         file = tempfile.TemporaryFile(buffering=0, prefix="dcp-engine-")  # noqa: SIM115 - closed by close()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.fake_storage import FakeFileSystem, fresh_options
+from support.storage_faults import FAULTS, StorageFaults
 
 from dcp_engine.errors import InvalidOptionError, MissingFileError, StorageError, StorageFullError, StoragePermissionError
-from dcp_engine.storage.backends import spool
+from dcp_engine.storage.backends import requests, spool
 from dcp_engine.storage.backends.remote import RemoteDirectory
 
 
@@ -23,6 +25,8 @@ def fresh(url: str) -> RemoteDirectory:
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteDirectory]:
     monkeypatch.setattr(FakeFileSystem, "failures", {})
+    monkeypatch.setattr(FakeFileSystem, "intercept", None)
+    monkeypatch.setattr(requests, "_FIRST_WAIT_SECS", 0.0)
     yield fresh("fake://run/7")
     FakeFileSystem.empty()
 
@@ -145,6 +149,89 @@ def test_the_probe_is_made_once_a_storage(directory: RemoteDirectory) -> None:
     assert directory.creates_conditionally("PROBE")
     FakeFileSystem.failures = {"create": AssertionError("probed again"), "pipe_file": AssertionError("probed again")}
     assert directory.child("elsewhere").creates_conditionally("PROBE")
+
+
+@pytest.mark.parametrize("failing", ["create", "cat_file"])
+def test_no_answer_to_the_probe_decides_nothing(directory: RemoteDirectory, failing: str) -> None:
+    FakeFileSystem.failures = {failing: ConnectionResetError("no answer")}
+    with pytest.raises(StorageError):
+        directory.creates_conditionally("PROBE")
+    FakeFileSystem.failures = {}
+    assert directory.creates_conditionally("PROBE")
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if "stall" not in fault and fault != "412"])
+def test_one_failure_does_not_make_the_probe_wrong(directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    for ignores in (False, True):
+        monkeypatch.setattr(FakeFileSystem, "ignores_condition", ignores)
+        for at in range(12):
+            for probe in (RemoteDirectory.creates_conditionally, RemoteDirectory.swaps):
+                monkeypatch.setattr(FakeFileSystem, "intercept", StorageFaults(fault, at))
+                assert probe(fresh("fake://run/7"), f"PROBE{at}") is not ignores
+
+
+def test_buckets_of_one_driver_are_probed_each(directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = fresh_options()
+    assert RemoteDirectory.at("fake://first/7", options).creates_conditionally("PROBE")
+    monkeypatch.setattr(FakeFileSystem, "ignores_condition", True)
+    assert not RemoteDirectory.at("fake://second/7", options).creates_conditionally("PROBE")
+    assert RemoteDirectory.at("fake://first/8", options).creates_conditionally("PROBE")
+
+
+def test_replacing_on_condition_is_found_out_by_trying(directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert directory.swaps("PROBE")
+    assert not fresh("createsonly://run/7").swaps("PROBE")
+    assert directory.names() == []
+    monkeypatch.setattr(FakeFileSystem, "ignores_condition", True)
+    assert not fresh("fake://run/7").swaps("PROBE")
+
+
+def test_creation_that_was_repeated_knows_its_own_work(directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeFileSystem, "intercept", StorageFaults("applied, no answer", 0))
+    assert directory.create_only("claim", b"mine")
+    monkeypatch.setattr(FakeFileSystem, "intercept", StorageFaults("applied, no answer", 0))
+    assert not directory.create_only("claim", b"another's")
+    assert directory.read_small("claim", 99) == b"mine"
+
+
+def test_a_small_object_is_read_as_of_one_moment(directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory.replace("x", b"short")
+
+    def replaced_before(call: str, path: str, proceed: Callable[[], Any]) -> Any:
+        FakeFileSystem.intercept = None
+        directory.replace("x", b"rather longer")
+        return proceed()
+
+    monkeypatch.setattr(FakeFileSystem, "intercept", staticmethod(replaced_before))
+    assert directory.read_small("x", 99) == b"rather longer"
+
+
+def test_a_request_that_was_given_up_sends_what_it_was_given(directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even when the spool is closed and its descriptor's number stands for another file."""
+    monkeypatch.setattr(spool, "IN_MEMORY_BYTES", 10)
+    file = RemoteDirectory.at("fake://run/7", {**fresh_options(), "request_timeout_secs": 0.1}).create("x")
+    file.write([b"0123456789 from a file"])
+    late = StorageFaults("stalls", 0, lasts="from then on", waits=True)
+    sent = threading.Event()
+
+    def send_late(call: str, path: str, proceed: Callable[[], Any]) -> Any:
+        try:
+            return late(call, path, proceed)
+        except ConnectionResetError:
+            proceed()
+            sent.set()
+            raise
+
+    monkeypatch.setattr(FakeFileSystem, "intercept", staticmethod(send_late))
+    with pytest.raises(StorageError, match="cannot send the object"):
+        file.commit()
+    with tempfile.TemporaryFile() as other:
+        other.write(b"another file")
+        other.flush()
+        late.release()
+        assert sent.wait(30)
+    FakeFileSystem.intercept = None
+    assert directory.read_small("x", 99) == b"0123456789 from a file"
 
 
 def test_a_storage_that_cannot_be_written_fails_the_probe(directory: RemoteDirectory) -> None:

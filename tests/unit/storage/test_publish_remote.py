@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import fsspec
 import pytest
 from support.checkpoints import FILES, MANIFEST, publish, write_files
-from support.fake_storage import FakeFileSystem, fresh_options
+from support.fake_storage import FakeFileSystem, PreconditionFailedError, fresh_options
 from support.s3 import make_bucket, storage_options
+from support.storage_faults import ServerError
 
 from dcp_engine.errors import (
     CheckpointExistsError,
@@ -25,7 +27,7 @@ from dcp_engine.errors import (
     StoragePermissionError,
     TruncatedFileError,
 )
-from dcp_engine.storage import publish_remote
+from dcp_engine.storage.backends import requests
 from dcp_engine.storage.publish import AttemptRef, Publisher, open_checkpoint, open_publisher
 
 
@@ -70,7 +72,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(publish_remote, "_FIRST_WAIT_SECS", 0.0)
+    monkeypatch.setattr(requests, "_FIRST_WAIT_SECS", 0.0)
     monkeypatch.setattr(FakeFileSystem, "failures", {})
     monkeypatch.setattr(FakeFileSystem, "intercept", None)
     yield Place("fake://run/x", fresh_options())
@@ -344,10 +346,158 @@ def test_a_marker_that_may_not_be_put_is_a_plain_failure(fake: Place, monkeypatc
 
 def test_abort_leaves_an_attempt_that_may_be_published(fake: Place) -> None:
     publisher, ref, _ = fake.begin()
-    FakeFileSystem.failures = {"info": TimeoutError("no reply")}
+    FakeFileSystem.failures["cat_file"] = TimeoutError("no reply")
     publisher.abort(ref)
-    FakeFileSystem.failures = {}
+    del FakeFileSystem.failures["cat_file"]
     assert fake.objects() == sorted(f"{ref.nonce}/{name}" for name in FILES)
+
+
+@pytest.mark.parametrize("status", [409, 503])
+def test_a_storage_that_is_busy_for_a_while_is_waited_for(fake: Place, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    publisher, ref, reported = fake.begin()
+
+    def busy(call: str, proceed: Callable[[], Any], number: int) -> Any:
+        if call == "create" and number < 4:
+            raise ServerError(status)
+        return proceed()
+
+    _on_marker(monkeypatch, busy)
+    publisher.commit(ref, MANIFEST, reported)
+    assert fake.nonce() == ref.nonce
+
+
+def test_a_conflict_without_end_is_a_failure_that_leaves_nothing(fake: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher, ref, reported = fake.begin()
+
+    def conflict(call: str, proceed: Callable[[], Any], number: int) -> Any:
+        if call == "create":
+            raise ServerError(409)
+        return proceed()
+
+    _on_marker(monkeypatch, conflict)
+    with pytest.raises(StorageError) as caught:
+        publisher.commit(ref, MANIFEST, reported)
+    publisher.abort(ref)
+    assert type(caught.value) is StorageError
+    assert fake.objects() == []
+
+
+def test_a_refusal_after_silence_does_not_mean_that_nothing_was_published(fake: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher, ref, reported = fake.begin()
+    late: list[Callable[[], Any]] = []
+
+    def silence_then_denied(call: str, proceed: Callable[[], Any], number: int) -> Any:
+        if call != "create":
+            return proceed()
+        if number == 0:
+            late.append(proceed)
+            raise TimeoutError("no reply")
+        raise PermissionError("the token has expired")
+
+    with monkeypatch.context() as patch:
+        _on_marker(patch, silence_then_denied)
+        with pytest.raises(CommitStateUnknownError):
+            publisher.commit(ref, MANIFEST, reported)
+        publisher.abort(ref)
+        assert fake.nonce() is None
+        late.pop()()
+    assert fake.nonce() == ref.nonce
+    assert fake.objects() == sorted(["COMPLETE", *under(ref.nonce)])
+
+
+def test_a_replacing_marker_that_comes_late_displaces_nobody(fake: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.publish()
+    publisher, ref, reported = fake.begin(overwrite=True)
+    late: list[Callable[[], Any]] = []
+
+    def never_now(call: str, proceed: Callable[[], Any], number: int) -> Any:
+        if call in ("swap", "pipe_file"):
+            late.append(proceed)
+            raise TimeoutError("no reply")
+        return proceed()
+
+    with monkeypatch.context() as patch:
+        _on_marker(patch, never_now)
+        with pytest.raises(CommitStateUnknownError):
+            publisher.commit(ref, MANIFEST, reported)
+    newer = fake.publish(overwrite=True)
+    for proceed in late:
+        with pytest.raises(PreconditionFailedError):
+            proceed()
+    assert (len(late), fake.nonce()) == (6, newer.nonce)
+
+
+def test_a_storage_that_stalls_ends_a_save_in_bounded_time(fake: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.options = {**fake.options, "request_timeout_secs": 0.2}
+    publisher, ref, reported = fake.begin()
+    release, stalled = threading.Event(), []
+
+    def stall(call: str, proceed: Callable[[], Any], number: int) -> Any:
+        stalled.append(call)
+        release.wait()
+        raise ConnectionResetError("at last")
+
+    with monkeypatch.context() as patch:
+        _on_marker(patch, stall)
+        with pytest.raises(CommitStateUnknownError) as caught:
+            publisher.commit(ref, MANIFEST, reported)
+        publisher.abort(ref)
+        release.set()
+    assert "no answer within 0.2003 s" in str(caught.value.found)
+    assert stalled == ["create", "cat_file", "cat_file"]
+    assert fake.objects() == under(ref.nonce)
+
+
+# -- listings that are late ---------------------------------------------------------------------------------------------------------------
+
+
+def _listing(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    def intercept(call: str, path: str, proceed: Callable[[], Any]) -> Any:
+        return [f"{path}/{name}" for name in names] if call == "ls" else proceed()
+
+    monkeypatch.setattr(FakeFileSystem, "intercept", staticmethod(intercept))
+
+
+def test_what_is_listed_and_not_there_is_not_there(fake: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        _listing(patch, ["COMPLETE", "MANIFEST", "notes"])
+        ref = fake.publisher().begin()
+    assert ref.replaces is None
+
+
+def test_what_is_there_and_not_listed_is_not_overwritten(fake: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.publish()
+    _listing(monkeypatch, [])
+    with pytest.raises(CheckpointExistsError) as caught:
+        fake.publisher().begin()
+    assert caught.value.found == "'COMPLETE'"
+
+
+def test_abort_removes_what_it_knows_of_without_a_listing(fake: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher, ref, reported = fake.begin()
+    winner = fake.publish()
+    with monkeypatch.context() as patch:
+        _listing(patch, [])
+        with pytest.raises(ConcurrentCommitError):
+            publisher.commit(ref, MANIFEST, reported)
+        publisher.abort(ref)
+    assert fake.objects() == sorted(["COMPLETE", *under(winner.nonce)])
+
+
+def test_a_manifest_that_arrived_otherwise_is_not_published(fake: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher, ref, reported = fake.begin()
+
+    def garble(call: str, path: str, proceed: Callable[[], Any]) -> Any:
+        result = proceed()
+        return result[::-1] if call == "cat_file" and path.endswith("MANIFEST") else result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeFileSystem, "intercept", staticmethod(garble))
+        with pytest.raises(StorageError, match="did not arrive as it was sent") as caught:
+            publisher.commit(ref, MANIFEST, reported)
+        publisher.abort(ref)
+    assert caught.value.file == "MANIFEST"
+    assert fake.objects() == []
 
 
 # -- storages that lack something --------------------------------------------------------------------------------------------------------
@@ -364,6 +514,18 @@ def test_a_storage_without_conditional_creation_works_with_a_warning(fake: Place
 
     assert "make sure that only one does" in caplog.text
     assert place.nonce() == ref.nonce
+
+
+def test_a_storage_without_conditional_replacement_overwrites_with_a_warning(fake: Place, caplog: pytest.LogCaptureFixture) -> None:
+    place = Place("createsonly://run/x", fresh_options())
+    with caplog.at_level(logging.WARNING):
+        place.publish()
+        assert caplog.text == ""
+        ref = place.publish(overwrite=True)
+
+    assert "cannot replace an object only if it still is what it was" in caplog.text
+    assert place.nonce() == ref.nonce
+    assert place.objects() == sorted(["COMPLETE", *under(ref.nonce)])
 
 
 def test_a_storage_that_never_deletes_works(fake: Place) -> None:

@@ -13,7 +13,7 @@ from support.roots import RootPlace
 
 from dcp_engine.errors import CommitError, ConcurrentCommitError, FencedError, RetiredError, StorageError
 from dcp_engine.storage.attempts import read_marker
-from dcp_engine.storage.backends import resolve
+from dcp_engine.storage.backends import requests, resolve
 from dcp_engine.storage.publish import AttemptRef, Publisher, open_checkpoint, open_publisher, require_unchanged
 from dcp_engine.storage.tombstones import is_tombstone, parse_tombstone
 
@@ -24,6 +24,7 @@ LOOKS = {"cat_file", "info", "ls", "rm_file"}
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[RootPlace]:
     monkeypatch.setattr(FakeFileSystem, "failures", {})
     monkeypatch.setattr(FakeFileSystem, "intercept", None)
+    monkeypatch.setattr(requests, "_FIRST_WAIT_SECS", 0.0)
     FakeFileSystem.empty()
     yield RootPlace("fake://bucket/run", fresh_options())
     FakeFileSystem.empty()
