@@ -10,10 +10,12 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 __all__ = [
     "copy_many",
+    "default_store",
     "is_fake_tensor",
     "is_legacy_sharded_tensor",
     "is_strided_shard",
@@ -100,3 +102,8 @@ def copy_many(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def default_store() -> Any:
+    """The store through which the default process group was made (private in 2.11 to 2.14)."""
+    return dist.distributed_c10d._get_default_store()

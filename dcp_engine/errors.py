@@ -39,6 +39,7 @@
     │   ├── StagingTimeoutError            both buffers were busy until the deadline
     │   └── StagedDataChangedError         what was about to be published is not what was staged
     ├── BackgroundSaveError                saving beside training failed outside the save itself
+    │   ├── RankLostError                  a rank is dead, stopped or hangs; replace it
     │   ├── SaverDiedError                 the process that saves has died
     │   ├── EarlierSaveFailedError         not saved: a rank raised the failure of an earlier save instead
     │   └── SaveTimeoutError               the save is not done within the time that was given; it goes on
@@ -48,8 +49,8 @@
         └── RankFailedError                a rank failed, with an error that is not of the engine
 
 An error carries a stable ``kind`` (append-only; scripts may match on it) and the place where it happened as attributes:
-``step``, ``path``, ``file``, ``tensor``, ``rank``, ``expected``, ``found``, ``remedy``. Each is ``None`` where it does not apply. Errors
-cross ranks by pickle with all their attributes.
+``step``, ``path``, ``file``, ``tensor``, ``rank``, ``phase``, ``expected``, ``found``, ``remedy``. Each is ``None`` where it does not
+apply. Errors cross ranks by pickle with all their attributes.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class DcpEngineError(Exception):
         file: file within the checkpoint.
         tensor: key of the tensor or object.
         rank: rank on which it happened (of the process group in use).
+        phase: of a save, what that rank was doing.
         expected: what should have been found.
         found: what was found.
         remedy: what the caller can do, one sentence without a full stop. ``None``: the class's :attr:`usual_remedy`.
@@ -88,6 +90,7 @@ class DcpEngineError(Exception):
         file: str | None = None,
         tensor: str | None = None,
         rank: int | None = None,
+        phase: str | None = None,
         expected: object = None,
         found: object = None,
         remedy: str | None = None,
@@ -99,6 +102,7 @@ class DcpEngineError(Exception):
         self.file = file
         self.tensor = tensor
         self.rank = rank
+        self.phase = phase
         self.expected = expected
         self.found = found
         self.remedy = self.usual_remedy if remedy is None else remedy
@@ -106,7 +110,7 @@ class DcpEngineError(Exception):
     def __str__(self) -> str:
         place = [
             f"{name} {value!r}" if isinstance(value, str) else f"{name} {value}"
-            for name in ("step", "path", "file", "tensor", "rank")
+            for name in ("step", "path", "file", "tensor", "rank", "phase")
             if (value := getattr(self, name)) is not None
         ]
         parts = [self.message + (f" [{', '.join(place)}]" if place else "")]
@@ -419,6 +423,12 @@ class BackgroundSaveError(DcpEngineError):
     """A save beside training could not be carried out, for a reason outside of the save."""
 
     kind = "background_save"
+
+
+class RankLostError(BackgroundSaveError):
+    """A rank took no part in a save any more: its process is dead or stopped, its write hangs, or it never came."""
+
+    kind = "rank_lost"
 
 
 class SaverDiedError(BackgroundSaveError):

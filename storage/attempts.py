@@ -90,6 +90,8 @@ class Publisher(Protocol):
     4. ``commit``: coordinator, when all ranks have sealed.
     5. ``abort``: coordinator, instead of ``commit`` or after it raised anything but ``CommitStateUnknownError``.
 
+    ``revoke`` is for any rank that has lost the coordinator after it began to publish.
+
     Thread-safety: calls for one attempt come one after the other. May cross processes by pickle.
     """
 
@@ -140,6 +142,17 @@ class Publisher(Protocol):
 
     def abort(self, ref: AttemptRef) -> None:
         """Removes this attempt, never anything else, as far as possible. Never raises. Does nothing once it is or may be published."""
+        ...
+
+    def revoke(self, ref: AttemptRef) -> bool:
+        """Takes the attempt away from a coordinator that may be about to publish it.
+
+        Returns:
+            Whether it will never be published; False: it is.
+
+        Raises:
+            CommitStateUnknownError: neither can be told.
+        """
         ...
 
 

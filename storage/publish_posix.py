@@ -212,6 +212,36 @@ class PosixPublisher:
                 self._fence.check()
             raise
 
+    def revoke(self, ref: AttemptRef) -> bool:
+        """Renames the attempt away. There is one rename of it that succeeds: this one, or the one that publishes."""
+        check_same_target(self._target, ref)
+        trash = os.path.join(self._parent, f".trash-{uuid.uuid4().hex}")
+        try:
+            if nonce_at(LocalDirectory(self._target)) == ref.nonce:
+                return False
+            system().rename(ref.attempt, trash)
+            if nonce_at(LocalDirectory(trash)) in (None, ref.nonce):
+                remove_tree(trash)
+                return True
+            # An exchange of names came first, and left the replaced checkpoint there. That is retired in any case.
+            remove_tree(trash)
+            return nonce_at(LocalDirectory(self._target)) != ref.nonce
+        except (DcpEngineError, FileNotFoundError):
+            there = _nonce_or_error(self._target)
+            if isinstance(there, str) and there == ref.nonce:
+                return False
+            if not isinstance(there, DcpEngineError) and not name_exists(ref.attempt):
+                return True  # another rank has taken it away
+            found: object = there
+        except OSError as error:
+            found = error.strerror
+        raise CommitStateUnknownError(
+            "it cannot be told whether the checkpoint is or will be published: its coordinator is lost, its attempt cannot be taken away",
+            path=self._target,
+            found=found,
+            remedy=f"make sure that the lost process is gone, then look at {self._target!r} and {ref.attempt!r}",
+        )
+
     # -- the target ---------------------------------------------------------------------------------------------------
 
     def _inspect_target(self) -> str | None:
@@ -246,9 +276,9 @@ class PosixPublisher:
         """Gives the attempt its name. Returns where the replaced checkpoint now lies, if there was one."""
         if ref.replaces is not None and (there := self._inspect_target()) != ref.replaces:
             raise changed_meanwhile(self._target, ref.replaces, there)
+        trash = os.path.join(self._parent, f".trash-{uuid.uuid4().hex}")
         if self._fence is not None:
             self._fence.check()
-        trash = os.path.join(self._parent, f".trash-{uuid.uuid4().hex}")
         try:
             if ref.replaces is None:
                 system().rename(ref.attempt, self._target)

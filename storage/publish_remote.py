@@ -160,6 +160,24 @@ class RemotePublisher:
         except DcpEngineError as error:
             _logger.warning("could not remove the abandoned attempt %s: %s", ref.attempt, error)
 
+    def revoke(self, ref: AttemptRef) -> bool:
+        """Looks only: a put that is under way cannot be held back."""
+        check_same_target(self._target, ref)
+        found: object = None
+        try:
+            found = nonce_at(self._directory())
+            if found == ref.nonce:
+                return False
+        except DcpEngineError as error:
+            found = error
+        raise CommitStateUnknownError(
+            "it cannot be told whether the checkpoint was or will be published: its coordinator is lost",
+            path=self._target,
+            file=MARKER_NAME,
+            found=found,
+            remedy="make sure that the lost process is gone, then look for COMPLETE",
+        )
+
     # -- the target ---------------------------------------------------------------------------------------------------
 
     def _directory(self) -> RemoteDirectory:

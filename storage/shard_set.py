@@ -15,6 +15,7 @@ from dcp_engine.storage.shard_write import ShardSpec
 from dcp_engine.storage.throttle import capped
 from dcp_engine.storage.workers import WorkerPool
 from dcp_engine.storage.write_pipeline import write_files
+from dcp_engine.storage.write_watch import WriteWatch, watched
 
 __all__ = ["Writer", "stripes_of", "write_shards"]
 
@@ -62,7 +63,11 @@ def stripes_of(sources: Sequence[Source], num_threads: int) -> list[list[Source]
 
 
 def write_shards(
-    directory: Directory, by_component: Mapping[str, Sequence[Source]], writer: Writer, options: PipelineOptions
+    directory: Directory,
+    by_component: Mapping[str, Sequence[Source]],
+    writer: Writer,
+    options: PipelineOptions,
+    watch: WriteWatch | None = None,
 ) -> list[ShardReceipt]:
     """Write and commit this rank's files.
 
@@ -74,6 +79,7 @@ def write_shards(
         by_component: component -> its chunks. One without bytes gets no file.
         writer: who writes.
         options: of the pipelines; the bound on memory holds for all files together.
+        watch: sees each write, and may break off.
 
     Returns:
         A receipt for each file.
@@ -82,6 +88,7 @@ def write_shards(
         DcpEngineError: see :func:`write_files`. A file that failed is removed, those that were whole by then are left; no worker touches
             the sources any more.
     """
+    watch = watch or WriteWatch()
     specs = []
     for component, sources in sorted(by_component.items()):
         if not any(source.nbytes for source in sources):
@@ -95,7 +102,7 @@ def write_shards(
     # none: a file that is not committed would stay open.
     with WorkerPool(min(_SYNCING_THREADS, len(specs))) as syncing, WorkerPool(options.threads) as pool:
         commits: list[Future[None]] = []
-        create = capped(directory.create, options.max_bytes_per_sec)
+        create = capped(watched(directory.create, watch), options.max_bytes_per_sec, watch.sleep)
         receipts = write_files(
             specs, create, options, pool=pool, written=lambda file: commits.append(syncing.submit(partial(_commit, file)))
         )

@@ -87,9 +87,11 @@ def _num_bytes(parts: Sequence[Buffer]) -> int:
     return sum(memoryview(part).nbytes for part in parts)
 
 
-def capped(create: Callable[[str], WriteFile], max_bytes_per_sec: float | None) -> Callable[[str], WriteFile]:
-    """What makes new files, under one cap for all that it makes; ``None``: as it is."""
+def capped(
+    create: Callable[[str], WriteFile], max_bytes_per_sec: float | None, sleep: Callable[[float], object] = time.sleep
+) -> Callable[[str], WriteFile]:
+    """What makes new files, under one cap for all that it makes; ``None``: as it is. ``sleep`` waits for some seconds."""
     if max_bytes_per_sec is None:
         return create
-    bucket = TokenBucket(max_bytes_per_sec)
+    bucket = TokenBucket(max_bytes_per_sec, sleep=sleep)
     return lambda name: CappedFile(create(name), bucket)

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_engine.storage.attempts import AttemptRef
 
-__all__ = ["LocalTicket", "Ticket", "token_of"]
+__all__ = ["LocalTicket", "Ticket", "attempt_of", "token_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +31,8 @@ class Ticket:
 def token_of(plan: SavePlan) -> str:
     """The token in a rank's local plan; empty in a plan that is not of :class:`~dcp_engine.storage.ShardWriter`."""
     return plan.storage_data.token if isinstance(plan.storage_data, LocalTicket) else ""
+
+
+def attempt_of(plan: SavePlan) -> AttemptRef | None:
+    """The attempt that a central plan belongs to; None in a plan that is not of :class:`~dcp_engine.storage.ShardWriter`."""
+    return plan.storage_data.attempt if isinstance(plan.storage_data, Ticket) else None

@@ -48,6 +48,7 @@ from dcp_engine.storage.records import ShardReceipt
 from dcp_engine.storage.shard_set import Writer, write_shards
 from dcp_engine.storage.steps import parse_step_name
 from dcp_engine.storage.tickets import LocalTicket, Ticket, token_of
+from dcp_engine.storage.write_watch import WriteWatch
 from dcp_engine.types import EngineMetadata, EngineStorageMeta, PlannerData, WritePhases
 
 __all__ = ["ShardWriter"]
@@ -94,6 +95,7 @@ class ShardWriter(StorageWriter):
             went away: an :class:`~dcp_engine.storage.epochs.EpochClaim`, or anything with its ``check()``. What that raises ends the save.
 
     Attributes:
+        watch: for whoever supervises a save from another thread: see :class:`~dcp_engine.storage.write_watch.WriteWatch`.
         phases: where the time of the last save went on this rank; None until its files are written.
 
     Raises:
@@ -123,6 +125,9 @@ class ShardWriter(StorageWriter):
         fence: Fence | None = None,
     ) -> None:
         super().__init__()
+        if fence is not None and not callable(getattr(fence, "check", None)):
+            raise InvalidOptionError("fence cannot be asked", expected="None or an object with check()", found=repr(fence)[:300])
+        self.watch = WriteWatch(fence)
         self._options = pipeline_options(
             threads=threads,
             bytes_in_flight=bytes_in_flight,
@@ -149,8 +154,6 @@ class ShardWriter(StorageWriter):
         self._user_metadata = cast("dict[str, Any]", decode_object(encode_object(dict(metadata or {}), key="metadata"), key="metadata"))
         self._process_group = process_group
         self._storage_options = dict(storage_options or {})
-        if fence is not None and not callable(getattr(fence, "check", None)):
-            raise InvalidOptionError("fence cannot be asked", expected="None or an object with check()", found=repr(fence)[:300])
         self._fence = fence
         self._path: str | None = None if path is None else locate(path).path
         self._rank = 0
@@ -189,6 +192,7 @@ class ShardWriter(StorageWriter):
         self._rank = int(kwargs.get("rank", 0))
         self._token = secrets.token_hex(16)
         self._began, self.phases = time.monotonic(), None
+        self.watch.begin()
         self._abort()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -291,8 +295,10 @@ class ShardWriter(StorageWriter):
         try:
             receipts = self._receipts(results, attempt)
             manifest = self._manifest(metadata, receipts, attempt, world_size=len(results))
+            self.watch.tick()
             dcp_records.check_delivered(metadata, manifest)
             encoded = manifest.encode()
+            self.watch.tick()
             publisher.commit(attempt, encoded, [(record.name, record.size_bytes) for record in manifest.files])
         except CommitStateUnknownError:
             self._attempt = None  # it may be published: nothing of it may be removed
@@ -309,6 +315,29 @@ class ShardWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether ``checkpoint_id`` is a path or URL that this engine can write to."""
         return is_supported_path(checkpoint_id)
+
+    # -- for whoever supervises a save ------------------------------------------------------------------------------------
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether ``watch.progress`` grows while bytes get on: an upload of a whole file shows nothing."""
+        return self._path is not None and not locate(self._path).remote
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """As they were given."""
+        return dict(self._storage_options)
+
+    def revoke(self, attempt: AttemptRef) -> bool:
+        """Settle whether a checkpoint is published whose coordinator is lost: see ``Publisher.revoke``. Any rank may call it.
+
+        Returns:
+            Whether it will never be published; False: it is.
+
+        Raises:
+            CommitStateUnknownError: neither can be told.
+        """
+        return self._publisher().revoke(attempt)
 
     # -- DCP's attribute --------------------------------------------------------------------------------------------------
 
@@ -345,7 +374,7 @@ class ShardWriter(StorageWriter):
 
     def _publisher(self) -> Publisher:
         assert self._path is not None
-        return open_publisher(self._path, storage_options=self._storage_options, overwrite=self._overwrite, fence=self._fence)
+        return open_publisher(self._path, storage_options=self._storage_options, overwrite=self._overwrite, fence=self.watch)
 
     def _step_of_path(self) -> int | None:
         if self._step is not None or self._path is None:
@@ -357,7 +386,7 @@ class ShardWriter(StorageWriter):
         directory = publisher.attempt(ticket.attempt)
         by_component = dcp_records.sources_of_plan(plan, planner, self._components)
         writer = Writer(rank=ticket.rank, world_size=ticket.world_size, nonce=ticket.attempt.nonce)
-        receipts = write_shards(directory, by_component, writer, self._options)
+        receipts = write_shards(directory, by_component, writer, self._options, self.watch)
         publisher.seal(ticket.attempt)
         return receipts
 

@@ -13,7 +13,7 @@ __all__ = ["one_error"]
 
 
 def one_error(error: BaseException, *, path: str | None, step: int | None) -> DcpEngineError:
-    """The error to raise for what ``dcp.save`` raised.
+    """The error to raise for what the steps of a save raised.
 
     Of several ranks' failures it is that of the lowest rank with an error of the engine's own, since the others are often its consequences,
     else the lowest rank's. The original is its ``__cause__``.
@@ -30,7 +30,9 @@ def one_error(error: BaseException, *, path: str | None, step: int | None) -> Dc
             found.rank = rank if found.rank is None else found.rank
         else:
             rank, other = failures[0]
-            found = BackgroundSaveError("a rank failed to save", path=path, step=step, rank=rank, found=f"{type(other).__name__}: {other}")
+            found = BackgroundSaveError(
+                "a rank failed to save", path=path, step=step, rank=rank, phase=str(error.args[0]), found=f"{type(other).__name__}: {other}"
+            )
     else:
         found = BackgroundSaveError(
             "the save was broken off",

@@ -6,14 +6,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from dcp_engine.background.exchange import Exchange
+from dcp_engine.background.run import SaveRun
+from dcp_engine.storage import ShardWriter
 from dcp_engine.types import WritePhases
 
-__all__ = ["Executor", "SaveJob", "SaveOutcome"]
+__all__ = ["Executor", "SaveJob", "SaveOutcome", "writer_progress"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class SaveOutcome:
     """A save that went well.
 
     Attributes:
-        metadata: what ``dcp.save`` returned.
+        metadata: what ``dcp.save`` would return.
         phases: the writer's own, None for a writer that does not tell.
     """
 
@@ -44,19 +46,24 @@ class SaveOutcome:
 
 
 class Executor(Protocol):
-    """Where saves run. Called by one thread of the saver, which may wait for it."""
+    """Where saves run. ``run`` is called in one thread after the other; one that was left behind in it finds its save over."""
 
     def begin(self) -> None:
-        """Called once, first, by the thread that will call the others."""
+        """Called once, first, in the thread from which all those that call ``run`` are started."""
 
-    def prepare(self, group: dist.ProcessGroup | None) -> None:
-        """Be ready to save. All ranks call it alike, before each save."""
+    def run(self, job: SaveJob, run: SaveRun, exchange: Exchange) -> SaveOutcome:
+        """Save; raises whatever the steps raise. All ranks run the same jobs in the same order."""
 
-    def run(self, job: SaveJob, group: dist.ProcessGroup | None) -> SaveOutcome:
-        """Save; raises whatever ``dcp.save`` raises. All ranks run the same jobs in the same order."""
+    def progress(self, job: SaveJob) -> int | None:
+        """Grows while this rank's part of the save gets on; None where nothing tells. From any thread."""
 
     def close(self) -> None:
         """End; idempotent."""
 
     def kill(self) -> None:
         """Break off what runs, as far as that can be done, from another thread."""
+
+
+def writer_progress(writer: StorageWriter) -> int | None:
+    """Of a writer of ours, where its bytes go to the storage one by one."""
+    return writer.watch.progress if isinstance(writer, ShardWriter) and writer.shows_progress else None

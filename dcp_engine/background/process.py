@@ -17,11 +17,14 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp_engine.background.exchange import Exchange
 from dcp_engine.background.jobs import SaveJob, SaveOutcome
 from dcp_engine.background.priority import Priority
-from dcp_engine.background.process_main import END, SILENT_SECS, Alive, ChildGroup, Done, Failed, Ready, Up, main
+from dcp_engine.background.process_main import END, Alive, Asks, ChildGroup, Done, Entered, Failed, Fails, Published, Ready, Up, main
+from dcp_engine.background.run import SaveRun
+from dcp_engine.background.watch import Liveness
 from dcp_engine.background.wire import Head, Request, packed
-from dcp_engine.errors import BackgroundSaveError, SaverDiedError
+from dcp_engine.errors import BackgroundSaveError, DcpEngineError, SaverDiedError
 from dcp_engine.planners import BalancedSavePlanner
 from dcp_engine.staging import DoubleBufferStager, SharedBuffer
 from dcp_engine.staging.failure import failed_state
@@ -29,72 +32,74 @@ from dcp_engine.storage import ShardWriter
 
 __all__ = ["ProcessExecutor"]
 
+STARTING = "starting the process that saves"
 _START_SECS = 120.0
 _END_SECS = 5.0
 
 
 class ProcessExecutor:
-    """Runs ``dcp.save`` in a process of this rank, which it starts at the first save and replaces when it has died.
+    """Saves in a process of this rank, which it starts at the first save and replaces when it has died.
 
     Before each save the ranks agree, by one small collective, whether all have a living process; else all start new ones, since a group
     with a dead member is of no use to the others. Staged tensors in shared memory are not copied: the process maps each buffer once.
 
     Args:
         stager: of the states that it gets.
-        timeout_secs: of the processes' own collectives.
+        liveness: how fast a failure is found.
         priority: of the process.
     """
 
-    def __init__(self, stager: DoubleBufferStager, *, timeout_secs: float, priority: Priority) -> None:
+    def __init__(self, stager: DoubleBufferStager, *, liveness: Liveness, priority: Priority) -> None:
         self._stager = stager
-        self._timeout_secs = timeout_secs
+        self._liveness = liveness
         self._priority = priority
         self._child: _Child | None = None
 
     def begin(self) -> None:
         """The thread that waits for the process keeps its priority: holding the interpreter's lock it must not be slow."""
 
-    def prepare(self, group: dist.ProcessGroup | None) -> None:
-        """Start the process, or processes of all ranks anew where one of them is gone.
+    def run(self, job: SaveJob, run: SaveRun, exchange: Exchange) -> SaveOutcome:
+        """See :class:`dcp_engine.background.jobs.Executor`.
 
         Raises:
-            SaverDiedError: one does not start; on all ranks.
+            SaverDiedError: this rank's process died in this save, or one does not start; the latter on all ranks.
         """
+        self._prepare(run, exchange)
+        assert self._child is not None
+        state = job.state.result() if isinstance(job.state, Future) else job.state
+        return self._child.save(state, job, self._stager, run)
+
+    def progress(self, job: SaveJob) -> int | None:
+        """See :class:`dcp_engine.background.jobs.Executor`."""
+        child = self._child
+        return None if child is None else child.progress
+
+    def _prepare(self, run: SaveRun, exchange: Exchange) -> None:
+        """Start the process, or processes of all ranks anew where one of them is gone."""
         alive = self._child is not None and self._child.is_usable()
-        if group is None:
-            if not alive:
-                self.close()
-                self._child = _Child(None, self._priority)
-                self._child.join(None)
-            return
-        if all(_from_all(alive, group)):
+        if all(exchange.everyone(alive)):
             return
         self.close()
-        rank = dist.get_rank(group)
+        run.enter(STARTING)
         answer: SaverDiedError | tuple[str, int]
+        silent_secs = self._liveness.failure_secs / 2
         try:
-            self._child = _Child(rank, self._priority)
+            self._child = _Child(None if exchange.size == 1 else exchange.rank, self._priority, silent_secs)
             answer = _host(), self._child.port
         except SaverDiedError as error:
             answer = error
-        answers = _from_all(answer, group)
+        answers = exchange.everyone(answer)
         for failure in answers:
             if isinstance(failure, SaverDiedError):
                 self.close()
                 raise failure
         assert self._child is not None
+        if exchange.size == 1:
+            self._child.join(None)
+            return
         host, port = answers[0]
-        self._child.join(ChildGroup(rank, dist.get_world_size(group), host, port, self._timeout_secs))
-
-    def run(self, job: SaveJob, group: dist.ProcessGroup | None) -> SaveOutcome:
-        """See :class:`dcp_engine.background.jobs.Executor`.
-
-        Raises:
-            SaverDiedError: this rank's process died in this save.
-        """
-        assert self._child is not None, "prepare() comes first"
-        state = job.state.result() if isinstance(job.state, Future) else job.state
-        return self._child.save(state, job, self._stager)
+        limit_secs = self._liveness.patience_secs + self._liveness.failure_secs
+        self._child.join(ChildGroup(exchange.rank, exchange.size, host, port, limit_secs))
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -108,15 +113,10 @@ class ProcessExecutor:
             self._child.kill()
 
 
-def _from_all(value: object, group: dist.ProcessGroup) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def _host() -> str:
     """This host, by the name that the others know it by."""
-    return (os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else "") or socket.gethostname()
+    is_first = dist.is_initialized() and dist.get_rank() == 0
+    return (os.environ.get("MASTER_ADDR", "") if is_first else "") or socket.gethostname()
 
 
 class _Child:
@@ -124,11 +124,14 @@ class _Child:
 
     Attributes:
         port: where it listens for those of the other ranks; 0 if they listen for it.
+        progress: as it says itself.
     """
 
-    def __init__(self, rank: int | None, priority: Priority) -> None:
+    def __init__(self, rank: int | None, priority: Priority, silent_secs: float) -> None:
         context = multiprocessing.get_context("spawn")
         self._rank = rank
+        self._silent_secs = silent_secs
+        self.progress: int | None = None
         self._planner: Any = None
         self._is_broken = False
         self._sent: set[int] = set()
@@ -154,7 +157,8 @@ class _Child:
         """Whether it lives, and its group has not been left in the middle of a collective."""
         return self._process.is_alive() and not self._is_broken
 
-    def save(self, state: dict[str, Any], job: SaveJob, stager: DoubleBufferStager) -> SaveOutcome:
+    def save(self, state: dict[str, Any], job: SaveJob, stager: DoubleBufferStager, run: SaveRun) -> SaveOutcome:
+        self.progress = None
         buffers = stager.shared_buffers()
         # The process keeps our planner, with its remembered plans, for as long as it stays the same one. Others may have changed.
         planner = None if job.planner is self._planner and type(job.planner) is BalancedSavePlanner else job.planner
@@ -170,12 +174,12 @@ class _Child:
         new = {buffer.number: buffer.memory.untyped_storage() for buffer in buffers if buffer.number not in self._sent}
         head = Head(frozenset(numbers), new)
         self._sent = numbers
-        answer = self._asked(packed(head), body)
+        answer = self._asked(packed(head), body, run)
         if isinstance(answer, Done):
             return SaveOutcome(answer.metadata, answer.phases)
         assert isinstance(answer, Failed)
         self._planner = None  # it may not have arrived
-        # DCP's own error has been on all ranks. Any other one has broken the save off, who knows where.
+        # What the ranks told each other has been on all of them. Any other error has broken the save off, who knows where.
         self._is_broken = not isinstance(answer.error, CheckpointException)
         raise answer.error
 
@@ -206,7 +210,7 @@ class _Child:
             )
         return answer
 
-    def _asked(self, head: bytes, body: bytes) -> Any:
+    def _asked(self, head: bytes, body: bytes, run: SaveRun) -> Any:
         """The answer to a request, which a thread of its own sends: a process that is stopped does not empty the pipe."""
 
         def send() -> None:
@@ -217,12 +221,12 @@ class _Child:
         sender = threading.Thread(target=send, name="dcp-engine-sender", daemon=True)
         sender.start()
         try:
-            return self._receive(None, "saving")
+            return self._receive(None, "saving", run)
         finally:
             sender.join()
 
-    def _receive(self, limit_secs: float | None, doing: str) -> Any:
-        """The next answer. Signs of life in between only show that the process is not stopped."""
+    def _receive(self, limit_secs: float | None, doing: str, run: SaveRun | None = None) -> Any:
+        """The next answer. What comes in between shows that the process is not stopped, and what it does."""
         deadline = time.monotonic() + limit_secs if limit_secs is not None else None
         heard = time.monotonic()
         while True:
@@ -233,12 +237,17 @@ class _Child:
                 except (EOFError, ConnectionResetError):
                     raise self._died(doing) from None
                 heard = time.monotonic()
-                if not isinstance(answer, Alive):
+                if isinstance(answer, Alive):
+                    self.progress = answer.progress
+                elif isinstance(answer, Entered | Asks | Fails | Published):
+                    assert run is not None, "it saves"
+                    self._connection.send(_reaction(answer, run))
+                else:
                     return answer
             elif ready:
                 raise self._died(doing)
             now = time.monotonic()
-            limit = SILENT_SECS if deadline is None else deadline - heard
+            limit = self._silent_secs if deadline is None else deadline - heard
             if now - heard > limit:
                 self._process.kill()
                 raise self._died(doing, silent_secs=now - heard)
@@ -253,6 +262,25 @@ class _Child:
             found=how if silent_secs is None else f"no sign of life for {silent_secs:.0f} s, so it was killed",
             remedy="look for an out-of-memory kill in the system's log; the next save starts a new process",
         )
+
+
+def _reaction(news: Entered | Asks | Fails | Published, run: SaveRun) -> DcpEngineError | None:
+    """What the process is to raise: this save's ``SaveWatch`` is here, where the store of the training's process group is."""
+    try:
+        if isinstance(news, Entered):
+            run.saw_attempt(news.attempt)
+            run.enter(news.phase)
+        elif isinstance(news, Asks):
+            run.check()
+        elif isinstance(news, Fails):
+            run.fails(news.error)
+        else:
+            run.published()
+    except DcpEngineError as error:
+        return error
+    except RuntimeError as error:  # the store's
+        return BackgroundSaveError("the store of the process group does not answer", found=str(error)[:300])
+    return None
 
 
 def _unsendable(error: Exception, state: dict[str, Any], buffers: Sequence[SharedBuffer], rank: int | None) -> BackgroundSaveError:

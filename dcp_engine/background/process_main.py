@@ -17,22 +17,25 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageWriter
 
+from dcp_engine.background.exchange import Exchange
+from dcp_engine.background.failures import one_error
+from dcp_engine.background.jobs import writer_progress
 from dcp_engine.background.priority import Priority
+from dcp_engine.background.steps import save_in_steps
 from dcp_engine.background.wire import Request, mapped_buffers, unpacked
-from dcp_engine.errors import BackgroundSaveError
+from dcp_engine.errors import BackgroundSaveError, DcpEngineError
 from dcp_engine.planners import BalancedSavePlanner
 from dcp_engine.staging.failure import failed_state
 from dcp_engine.storage import ShardWriter
+from dcp_engine.storage.attempts import AttemptRef
 from dcp_engine.types import WritePhases
 
-__all__ = ["END", "SILENT_SECS", "Alive", "ChildGroup", "Done", "Failed", "Ready", "Up", "main"]
+__all__ = ["END", "Alive", "Asks", "ChildGroup", "Done", "Entered", "Failed", "Fails", "Published", "Ready", "Up", "main"]
 
-_BEAT_SECS = 1.0
+_BEAT_SECS = 0.5
 _JOIN_SECS = 60.0
-SILENT_SECS = 60.0
-"""A process that has not been heard of for so long is stopped, or its machine is beyond help."""
 END = b""
 """Instead of a request's head: end."""
 
@@ -68,7 +71,34 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A sign of life while there is something to do."""
+    """A sign of life while there is something to do. ``progress``: see ``Executor.progress``."""
+
+    progress: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """Call of ``SaveWatch.enter``, as those that follow are of its other methods. Each waits for the error to raise, or None."""
+
+    phase: str
+    attempt: AttemptRef | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """Of ``check``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fails:
+    """Of ``fails``."""
+
+    error: DcpEngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Of ``published``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +159,7 @@ def _serve(connection: Connection, answers: _Answers) -> None:
         with answers.beating():
             request = _received(head, connection.recv_bytes())
             planner = request.planner or planner
-            answer = _saved(request, planner)
+            answer = _saved(request, planner, answers)
         del request  # else a buffer that was given up would stay mapped
         if isinstance(answer, Failed):
             answers.send_failure(answer.error)
@@ -138,16 +168,45 @@ def _serve(connection: Connection, answers: _Answers) -> None:
         del answer
 
 
-def _saved(request: Request, planner: SavePlanner | None) -> Done | Failed:
+def _saved(request: Request, planner: SavePlanner | None, answers: _Answers) -> Done | Failed:
     try:
         assert planner is not None, "the first request brings one"
         with contextlib.ExitStack() as stack:
             if request.proof is not None:
                 stack.enter_context(request.proof.registered(mapped_buffers()[request.proof.buffer]))
-            metadata = save(request.state, storage_writer=request.writer, planner=planner, no_dist=not dist.is_initialized())
+            exchange = Exchange(dist.group.WORLD if dist.is_initialized() else None, _nothing)
+            answers.writer = request.writer
+            metadata = save_in_steps(request.state, request.writer, planner, exchange, _AskingWatch(answers))
         return Done(metadata, getattr(request.writer, "phases", None))
     except BaseException as error:  # noqa: BLE001  DCP's own is a BaseException
         return Failed(error)
+
+
+def _nothing() -> None:
+    """What this process checks while it waits for others: it is killed when its save is over."""
+
+
+class _AskingWatch:
+    """A ``SaveWatch`` that asks the training process."""
+
+    def __init__(self, answers: _Answers) -> None:
+        self._answers = answers
+        self._attempt: AttemptRef | None = None
+
+    def enter(self, phase: str) -> None:
+        self._answers.ask(Entered(phase, self._attempt))
+
+    def saw_attempt(self, attempt: AttemptRef | None) -> None:
+        self._attempt = attempt
+
+    def check(self) -> None:
+        self._answers.ask(Asks())
+
+    def fails(self, error: BaseException) -> None:
+        self._answers.ask(Fails(one_error(error, path=None, step=None)))
+
+    def published(self) -> None:
+        self._answers.ask(Published())
 
 
 def _received(head: bytes, body: bytes) -> Request:
@@ -174,6 +233,7 @@ class _Answers:
         self._connection = connection
         self._lock = threading.Lock()
         self._busy = threading.Event()
+        self.writer: StorageWriter | None = None
         parent = multiprocessing.parent_process()
         self._parent = None if parent is None else parent.pid
         threading.Thread(target=self._watch, name="dcp-engine-alive", daemon=True).start()
@@ -181,6 +241,13 @@ class _Answers:
     def send(self, answer: object) -> None:
         with self._lock:
             self._connection.send(answer)
+
+    def ask(self, question: object) -> None:
+        """Send, and raise what comes back, if an error does."""
+        self.send(question)
+        error = self._connection.recv()
+        if error is not None:
+            raise error
 
     def send_failure(self, error: BaseException) -> None:
         try:
@@ -198,6 +265,7 @@ class _Answers:
             yield
         finally:
             self._busy.clear()
+            self.writer = None
 
     def _watch(self) -> None:
         while True:
@@ -207,4 +275,4 @@ class _Answers:
                 os._exit(1)
             if self._busy.is_set():
                 with contextlib.suppress(OSError):
-                    self.send(Alive())
+                    self.send(Alive(None if self.writer is None else writer_progress(self.writer)))

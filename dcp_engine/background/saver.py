@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
+import hashlib
 import logging
 import math
 import os
@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -23,12 +22,15 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from dcp_engine import compat
 from dcp_engine.background.failures import one_error
 from dcp_engine.background.handle import SaveHandle, SaveTimings
 from dcp_engine.background.jobs import Executor, SaveJob, SaveOutcome
 from dcp_engine.background.priority import Priority
 from dcp_engine.background.process import ProcessExecutor
+from dcp_engine.background.supervisor import Supervisor
 from dcp_engine.background.thread import ThreadExecutor
+from dcp_engine.background.watch import Liveness
 from dcp_engine.errors import (
     BackgroundSaveError,
     ClosedError,
@@ -78,7 +80,9 @@ class BackgroundSaver:
         executor: ``"thread"``, or ``"process"``: one long-lived process for each rank with a gloo group of its own, which reads staged
             tensors through shared memory, for training loops that a busy interpreter would slow.
         process_group: the ranks that save; None: all. Only its ranks are used.
-        timeout_secs: of the collectives of saving, and so the longest that a rank waits for another one that hangs.
+        failure_secs: a rank that is dead or stopped, or whose write hangs, is an error on all others within this time. No single call of
+            the storage, and no pause of all of a process's threads, may take as long as half of it.
+        timeout_secs: likewise for a rank that lives, but does not come to a save, or does not end work that shows no progress.
         priority: of the background work.
         exit_wait_secs: see above.
 
@@ -94,22 +98,28 @@ class BackgroundSaver:
         stager: DoubleBufferStager | None = None,
         executor: Literal["thread", "process"] | str = "thread",
         process_group: dist.ProcessGroup | None = None,
+        failure_secs: float = 60.0,
         timeout_secs: float = 1800.0,
         priority: Priority | None = None,
         exit_wait_secs: float = 60.0,
     ) -> None:
         if executor not in ("thread", "process"):
             raise InvalidOptionError("unknown executor", expected="thread or process", found=repr(executor))
-        for name, value in (("timeout_secs", timeout_secs), ("exit_wait_secs", exit_wait_secs)):
+        for name, value in _durations(failure_secs, timeout_secs, exit_wait_secs):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise InvalidOptionError(f"{name} is no duration", expected="a finite number of seconds above 0", found=repr(value))
-        self._group = _own_group(process_group, timeout_secs)
+        liveness = Liveness(failure_secs, timeout_secs)
+        ranks = _ranks_of(process_group)
         self._owns_stager = stager is None
         self.stager = stager or DoubleBufferStager(memory="shared" if executor == "process" else "auto")
         priority = priority or Priority()
         self._executor: Executor = (
-            ThreadExecutor(priority) if executor == "thread" else ProcessExecutor(self.stager, timeout_secs=timeout_secs, priority=priority)
+            ThreadExecutor(priority) if executor == "thread" else ProcessExecutor(self.stager, liveness=liveness, priority=priority)
         )
+        rank = 0 if ranks is None else ranks.index(dist.get_rank())
+        self._has_group = ranks is not None
+        size = 1 if ranks is None else len(ranks)
+        self._supervisor = Supervisor(self._executor, _store_of(ranks, rank), rank, size, liveness)
         self._exit_wait_secs = exit_wait_secs
         self._planner = BalancedSavePlanner()
         self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
@@ -218,7 +228,7 @@ class BackgroundSaver:
                 given[key] = value.state_dict() if isinstance(value, Stateful) else value
         except Exception as error:
             failure = StagingError("an object in the state failed to tell its own", tensor=key, found=f"{type(error).__name__}: {error}")
-            if self._group is None:
+            if not self._has_group:
                 raise failure from error
             failure.rank = dist.get_rank() if dist.is_initialized() else None
             return failed_state(failure)  # the other ranks save: they must get an error, and not be left waiting
@@ -258,10 +268,8 @@ class BackgroundSaver:
         handle = queued.handle
         try:
             self._require_wanted(handle)
-            self._executor.prepare(self._group)
-            self._require_wanted(handle)
             began = time.monotonic()
-            outcome = self._executor.run(queued.job, self._group)
+            outcome = self._supervisor.save(queued.job, path=handle.path, step=handle.step)
         except BaseException as error:  # noqa: BLE001  DCP's own is a BaseException, and a thread that ended would leave every later save waiting
             handle.durable.set_exception(one_error(error, path=handle.path, step=handle.step))
             return
@@ -285,9 +293,7 @@ class BackgroundSaver:
         for handle in self._handles:
             if not handle.done():
                 _LOG.error("the process ends before the save of %s is done; it will not be published", handle.path)
-                self._given_up = True
-                self._executor.kill()
-                self._thread.join(_JOIN_SECS)
+                self._give_up()
                 return
         failure = self._unread_failure()
         if failure is not None:
@@ -297,32 +303,46 @@ class BackgroundSaver:
         atexit.unregister(self._leave)
         self._queue.put(None)
         if not all(handle.done() for handle in self._handles):
-            self._given_up = True
-            self._executor.kill()
+            self._give_up()
         self._thread.join(_JOIN_SECS)
+        self._supervisor.close()
         if self._thread.is_alive():
-            # It is in a collective, which ends by its timeout. What it uses must stay until then.
-            _LOG.error("a background save hangs and was left behind; it holds its staging buffer and its process group")
+            _LOG.error("a background save hangs and was left behind; it holds its staging buffer")
             return
         self._executor.close()
         if self._owns_stager:
             self.stager.close()
-        if self._group is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError):  # destroyed with the default group, of which there is a new one now
-                dist.destroy_process_group(self._group)
+
+    def _give_up(self) -> None:
+        """What is under way shall end without a checkpoint, if it still can."""
+        self._given_up = True
+        self._supervisor.give_up(BackgroundSaveError("the saver was closed, or its process ended, before the save was done"))
+        self._thread.join(_JOIN_SECS)
 
 
-def _own_group(ranks_of: dist.ProcessGroup | None, timeout_secs: float) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks, made by these ranks alone; None without any."""
+def _durations(failure_secs: float, timeout_secs: float, exit_wait_secs: float) -> list[tuple[str, float]]:
+    return [("failure_secs", failure_secs), ("timeout_secs", timeout_secs), ("exit_wait_secs", exit_wait_secs)]
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> list[int] | None:
+    """The ranks that save; None without any."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    if ranks_of is not None and not isinstance(ranks_of, dist.ProcessGroup):  # what new_group gives those that are not in it
+    if group is not None and not isinstance(group, dist.ProcessGroup):  # what new_group gives those that are not in it
         raise BackgroundSaveError("this rank is not in the process group that saves", rank=dist.get_rank())
-    ranks = list(range(dist.get_world_size())) if ranks_of is None else dist.get_process_group_ranks(ranks_of)
-    group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_secs), backend="gloo", use_local_synchronization=ranks_of is not None)
-    if not isinstance(group, dist.ProcessGroup):
+    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+    if dist.get_rank() not in ranks:
         raise BackgroundSaveError("this rank is not in the process group that saves", found=f"ranks {ranks}", rank=dist.get_rank())
-    return group
+    return ranks
+
+
+def _store_of(ranks: list[int] | None, rank: int) -> Any:
+    """A part of the process group's store for one saver of these ranks: the first, second, ... that each of them makes belong together."""
+    if ranks is None:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    shared = dist.PrefixStore(f"dcp-engine/{name}", compat.default_store())  # type: ignore[attr-defined]
+    return dist.PrefixStore(str(shared.add(f"made/{rank}", 1)), shared)  # type: ignore[attr-defined]
 
 
 def _refusal(earlier: DcpEngineError, step: int | None) -> EarlierSaveFailedError:

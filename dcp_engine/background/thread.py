@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_saver import save
-
-from dcp_engine.background.jobs import SaveJob, SaveOutcome
+from dcp_engine.background.exchange import Exchange
+from dcp_engine.background.jobs import SaveJob, SaveOutcome, writer_progress
 from dcp_engine.background.priority import Priority
+from dcp_engine.background.run import SaveRun
+from dcp_engine.background.steps import save_in_steps
 
 __all__ = ["ThreadExecutor"]
 
 
 class ThreadExecutor:
-    """Runs ``dcp.save`` in the saver's own thread.
+    """Saves in the thread that calls it.
 
     Args:
         priority: of that thread, and of those that it starts.
@@ -24,20 +24,21 @@ class ThreadExecutor:
         self._priority = priority
 
     def begin(self) -> None:
-        """See :class:`dcp_engine.background.jobs.Executor`."""
+        """See :class:`dcp_engine.background.jobs.Executor`. Threads inherit it."""
         self._priority.apply()
 
-    def prepare(self, group: dist.ProcessGroup | None) -> None:
-        """Nothing to prepare."""
-
-    def run(self, job: SaveJob, group: dist.ProcessGroup | None) -> SaveOutcome:
+    def run(self, job: SaveJob, run: SaveRun, exchange: Exchange) -> SaveOutcome:
         """See :class:`dcp_engine.background.jobs.Executor`."""
         state = job.state.result() if isinstance(job.state, Future) else job.state
-        metadata = save(state, storage_writer=job.writer, planner=job.planner, process_group=group, no_dist=group is None)
+        metadata = save_in_steps(state, job.writer, job.planner, exchange, run)
         return SaveOutcome(metadata, getattr(job.writer, "phases", None))
+
+    def progress(self, job: SaveJob) -> int | None:
+        """See :class:`dcp_engine.background.jobs.Executor`."""
+        return writer_progress(job.writer)
 
     def close(self) -> None:
         """Nothing of its own to end."""
 
     def kill(self) -> None:
-        """A thread cannot be ended: its collectives end by their timeout."""
+        """A thread cannot be ended: it finds its save over at its next step."""

@@ -235,6 +235,6 @@ def kill_the_saving_process_of_rank_1(root: str, how: int) -> str:
 
 def test_a_saving_process_that_dies_fails_its_save_everywhere_and_is_replaced(ranks: RankPool, tmp_path: Path) -> None:
     answers = ranks.run(2, kill_the_saving_process_of_rank_1, str(tmp_path), signal.SIGKILL, timeout_secs=180)
-    assert answers == ["BackgroundSaveError", "SaverDiedError"]
+    assert answers == ["SaverDiedError"] * 2
     verify_checkpoint(str(tmp_path / "step-00000001"))
     assert not (tmp_path / "step-00000002").exists()
