@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -82,6 +82,7 @@ class RankPool:
         *args: Any,
         timeout_secs: float = 120,
         group_timeout_secs: float | None = None,
+        expendable: Collection[int] = (),
         **kwargs: Any,
     ) -> list[Any]:
         """Runs ``function(*args, **kwargs)`` on ranks 0 to ``world_size - 1`` of a fresh group and returns the results, by rank.
@@ -93,6 +94,7 @@ class RankPool:
             world_size: number of ranks, at most ``max_ranks``.
             function: defined at the top level of a module (a test module, too), or in a class there.
             timeout_secs: after this the ranks that have not answered are killed, with their stacks in the error.
+            expendable: ranks that may die: their result is None then, and they alone are replaced.
             group_timeout_secs: timeout of the process group; longer than ``timeout_secs`` unless given, so that a hang shows its stacks.
 
         Raises:
@@ -113,7 +115,7 @@ class RankPool:
             rank.wait_until_ready()
         for number, rank in enumerate(ranks):
             rank.send(pickle.dumps({**job, "rank": number}))
-        return _Run(self, ranks, timeout_secs).results()
+        return _Run(self, ranks, timeout_secs, frozenset(expendable)).results()
 
     def close(self) -> None:
         """Ends every process of the pool. Idempotent."""
@@ -232,8 +234,9 @@ class _Rank:
 class _Run:
     """One function on some ranks: collects the answers, and ends what does not answer."""
 
-    def __init__(self, pool: RankPool, ranks: list[_Rank], timeout_secs: float) -> None:
+    def __init__(self, pool: RankPool, ranks: list[_Rank], timeout_secs: float, expendable: frozenset[int] = frozenset()) -> None:
         self._pool = pool
+        self._expendable = expendable
         self._ranks = ranks
         self._timeout_secs = timeout_secs
         self._results: dict[int, bytes] = {}
@@ -255,14 +258,17 @@ class _Run:
 
     def _finish(self) -> bool:
         """All ranks have answered: now each may take its group down, which would have failed those still at work."""
-        for rank in self._ranks:
+        for rank in self._living():
             rank.send(FINISH)
         return self._collect()
+
+    def _living(self) -> list[_Rank]:
+        return [rank for rank in self._ranks if rank.died() is None or rank.number not in self._expendable]
 
     def _collect(self) -> bool:
         """One answer of every rank, or its death, or the deadline. False unless every process is fit for another run."""
         start = time.monotonic()
-        waiting = {rank.connection: rank for rank in self._ranks}
+        waiting = {rank.connection: rank for rank in self._living()}
         fit, hurried = True, False
         limit_secs = self._timeout_secs
         while waiting:
@@ -297,6 +303,9 @@ class _Run:
         return True
 
     def _lost(self, rank: _Rank, text: str, at_secs: float = -math.inf) -> bool:
+        if rank.number in self._expendable and rank.died() is not None:
+            self._results[rank.number] = pickle.dumps(None)
+            return True
         self._failed_at_secs[rank.number] = at_secs
         self._failures[rank.number] = self._texts[rank.number] = text
         return False

@@ -1,0 +1,108 @@
+"""A save that is watched: it shows that it gets on, ends when it is told to, and asks before it publishes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_engine import ShardWriter, committed_steps
+from dcp_engine.errors import BackgroundSaveError, CommitError, DcpEngineError
+from dcp_engine.storage.backends.local import LocalDirectory
+from dcp_engine.storage.publish import open_publisher
+from dcp_engine.storage.throttle import TokenBucket
+from dcp_engine.storage.write_watch import WriteWatch, watched
+
+
+class Fence:
+    """Says no at the ``refusal``-th question."""
+
+    def __init__(self, refusal: int = 0) -> None:
+        self.num_asked = 0
+        self.refusal = refusal
+
+    def check(self) -> None:
+        self.num_asked += 1
+        if self.num_asked == self.refusal:
+            raise CommitError("somebody else writes here now")
+
+
+def test_progress_grows_with_every_write(tmp_path: Path) -> None:
+    watch = WriteWatch()
+    file = watched(LocalDirectory(str(tmp_path)).create, watch)("model-00000.shard")
+    seen = [watch.progress]
+    file.write([b"abc"])
+    seen.append(watch.progress)
+    file.write_at(3, [b"def"])
+    seen.append(watch.progress)
+    file.commit()
+    seen.append(watch.progress)
+    assert sorted(set(seen)) == seen
+    assert (tmp_path / "model-00000.shard").read_bytes() == b"abcdef"
+
+
+def test_no_write_begins_once_a_save_was_broken_off(tmp_path: Path) -> None:
+    watch = WriteWatch()
+    create = watched(LocalDirectory(str(tmp_path)).create, watch)
+    file = create("model-00000.shard")
+    error = BackgroundSaveError("another rank is dead")
+    watch.break_off(error)
+    for call in (lambda: file.write([b"a"]), lambda: file.write_at(0, [b"a"]), file.commit, lambda: create("model-00001.shard")):
+        with pytest.raises(BackgroundSaveError) as caught:
+            call()
+        assert caught.value is error
+    file.abort()
+    assert list(tmp_path.iterdir()) == []
+    watch.begin()
+    watch.tick()
+
+
+def test_waiting_for_the_cap_on_bytes_is_progress() -> None:
+    watch = WriteWatch()
+    bucket = TokenBucket(1000, sleep=watch.sleep)
+    bucket.take(1200)
+    before = watch.progress
+    bucket.take(0)
+    assert watch.progress - before >= 2
+
+
+def test_all_fences_are_asked_when_the_attempt_is_made_and_before_it_is_published(tmp_path: Path) -> None:
+    own, added = Fence(), Fence()
+    writer = ShardWriter(tmp_path / "step-00000001", fence=own)
+    with writer.watch.fenced_by(added):
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer)
+    assert (own.num_asked, added.num_asked) == (2, 2)
+    dcp.save({"w": torch.ones(3)}, storage_writer=ShardWriter(tmp_path / "step-00000002", fence=own))
+    assert (own.num_asked, added.num_asked) == (4, 2)
+
+
+@pytest.mark.parametrize("refusal", [1, 2])
+def test_a_fence_that_says_no_leaves_nothing(tmp_path: Path, refusal: int) -> None:
+    with pytest.raises(dcp.api.CheckpointException, match="somebody else writes here now"):
+        dcp.save({"w": torch.ones(3)}, storage_writer=ShardWriter(tmp_path / "step-00000001", fence=Fence(refusal)))
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- an attempt whose coordinator is lost -----------------------------------------------------------------------------------
+
+
+def test_an_attempt_that_was_revoked_cannot_be_published(tmp_path: Path) -> None:
+    publisher = open_publisher(tmp_path / "step-00000001")
+    ref = publisher.begin()
+    others = open_publisher(tmp_path / "step-00000001")
+    assert others.revoke(ref)
+    assert others.revoke(ref), "a second rank comes to the same end"
+    with pytest.raises(DcpEngineError):
+        publisher.commit(ref, b"manifest", [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_attempt_that_was_published_cannot_be_revoked(tmp_path: Path) -> None:
+    for overwrite in (False, True):
+        publisher = open_publisher(tmp_path / "step-00000001", overwrite=overwrite)
+        ref = publisher.begin()
+        publisher.commit(ref, b"manifest", [])
+        assert not open_publisher(tmp_path / "step-00000001", overwrite=overwrite).revoke(ref)
+    assert committed_steps(str(tmp_path)) == [1]
