@@ -74,7 +74,7 @@ class Pulses:
     """
 
     def __init__(self, save: int, ranks: list[int], limits: Limits, now: float) -> None:
-        self._save = save
+        self.save = save
         self._limits = limits
         self._seen = {rank: _Seen(None, now, now) for rank in ranks}
 
@@ -104,7 +104,7 @@ class Pulses:
             found = self._fault(seen, now)
             if found is not None:
                 beat = seen.beat
-                phase = ARRIVING if beat is None or beat.save < self._save else beat.phase
+                phase = ARRIVING if beat is None or beat.save < self.save else beat.phase
                 return RankLostError(
                     "a rank is lost",
                     rank=rank,
@@ -123,9 +123,9 @@ class Pulses:
             return None
         if beat.phase == LEFT:
             return "it has left: its saver was closed, or its process ends"
-        if beat.save < self._save:
+        if beat.save < self.save:
             return f"it lives, but has not come for {idle_secs:.0f} s" if idle_secs > self._limits.patience_secs else None
-        if beat.save > self._save or not beat.is_work:
+        if beat.save > self.save or not beat.is_work:
             return None
         if beat.progress is not None and idle_secs > self._limits.stall_secs:
             return f"it lives, but its work hangs: no progress for {idle_secs:.0f} s"

@@ -34,7 +34,6 @@ class SaveRun(SaveRecord):
 
     Args:
         number: of the save, the same on all ranks.
-        store: a client of the thread that runs the steps.
         watch: of this rank.
         rank, size: of this rank among those that save.
         progress: grows while this rank's own work gets on; None where nothing tells.
@@ -50,7 +49,6 @@ class SaveRun(SaveRecord):
     def __init__(
         self,
         number: int,
-        store: Any,
         watch: RankWatch,
         *,
         rank: int,
@@ -64,7 +62,7 @@ class SaveRun(SaveRecord):
         self.attempt: AttemptRef | None = None
         self.rank = rank
         self._size = size
-        self._store = store
+        self._store: Any = None
         self._watch = watch
         self._keys = StoreKeys(number)
         self.progress = progress
@@ -75,10 +73,11 @@ class SaveRun(SaveRecord):
 
     # -- the steps --------------------------------------------------------------------------------------------------------
 
-    def join(self, exchange: Exchange | None, number: int, make: Callable[[int], Exchange]) -> tuple[Exchange, int]:
+    def join(self, store: Any, exchange: Exchange | None, number: int, make: Callable[[int], Exchange]) -> tuple[Exchange, int]:
         """Wait until all ranks have come, and have one group: a new one if one of them has none any more.
 
         Args:
+            store: a client of the thread that runs the steps.
             exchange: of this rank, None where it is lost.
             number: of its group.
             make: the group of a number.
@@ -90,6 +89,7 @@ class SaveRun(SaveRecord):
             DcpEngineError: the save is over before it began.
         """
         self._require_going_on()
+        self._store = store
         if exchange is None or exchange.is_broken:
             self._store.add(self._keys.stale, 1)
         arrived = self._store.add(self._keys.arrived, 1)

@@ -290,14 +290,13 @@ class BackgroundSaver:
         self._queue.put(None)
         # Its end, not only that of its saves: what it frees while the interpreter ends would end the process by SIGABRT, from a destructor.
         self._thread.join(self._exit_wait_secs)
-        for handle in self._handles:
-            if not handle.done():
-                _LOG.error("the process ends before the save of %s is done; it will not be published", handle.path)
-                self._give_up()
-                return
-        failure = self._unread_failure()
-        if failure is not None:
+        late = next((handle for handle in self._handles if not handle.done()), None)
+        if late is not None:
+            _LOG.error("the process ends before the save of %s is done; it will not be published", late.path)
+            self._give_up()
+        elif (failure := self._unread_failure()) is not None:
             _LOG.error("a background save failed, and nobody has read its error: %s", failure)
+        self._supervisor.close()  # the other ranks need not find out by its silence
 
     def _end(self) -> None:
         atexit.unregister(self._leave)

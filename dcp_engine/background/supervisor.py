@@ -34,7 +34,7 @@ _POLL_SECS = 0.5
 class _Seat:
     """What the thread that saves works with, and takes along when it is left behind."""
 
-    store: Any
+    store: Any = None
     exchange: Exchange | None = None
     number: int = 0
 
@@ -58,7 +58,7 @@ class Supervisor:
         self._size = size
         self._liveness = liveness
         self._number = 0
-        self._seat = _Seat(own_client(store, liveness.failure_secs))
+        self._seat = _Seat()
         self._watch = RankWatch(store, rank, size, liveness)
         self._worker: _Worker | None = None
         self._run: SaveRun | None = None
@@ -72,7 +72,6 @@ class Supervisor:
         self._number += 1
         run = SaveRun(
             self._number,
-            self._seat.store,
             self._watch,
             rank=self._rank,
             size=self._size,
@@ -108,7 +107,7 @@ class Supervisor:
         """The group is lost, and maybe the thread hangs."""
         if self._seat.exchange is not None:
             self._seat.exchange.give_up()
-        self._seat = _Seat(own_client(self._store, self._liveness.failure_secs) if thread else self._seat.store, None, self._seat.number)
+        self._seat = _Seat(None if thread else self._seat.store, None, self._seat.number)
         if thread and self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -116,7 +115,9 @@ class Supervisor:
     def work(self, job: SaveJob, run: SaveRun) -> SaveOutcome:
         """What the thread does."""
         seat = self._seat
-        seat.exchange, seat.number = run.join(seat.exchange, seat.number, lambda number: self._exchange(seat.store, number))
+        if seat.store is None:
+            seat.store = own_client(self._store, self._liveness.failure_secs)  # here, since a store that is stopped answers to nobody
+        seat.exchange, seat.number = run.join(seat.store, seat.exchange, seat.number, lambda number: self._exchange(seat.store, number))
         return self._executor.run(job, run, seat.exchange)
 
     def _exchange(self, store: Any, number: int) -> Exchange:

@@ -159,7 +159,7 @@ class RankWatch:
         self._count = 0
         self._last_save = 0
         self._record: SaveRecord | None = None
-        self._pulses: Pulses | None = None
+        self._pulses: Pulses | None = None  # the thread's own
         self._known: set[int] = set()
         self._wake = threading.Event()
         self._closed = False
@@ -175,7 +175,6 @@ class RankWatch:
     def begin(self, record: SaveRecord) -> None:
         """Watch this save."""
         self._heard_at = time.monotonic()
-        self._pulses = None
         self._last_save = record.number
         self._record = record
         self._wake.set()
@@ -250,7 +249,7 @@ class RankWatch:
         is_publishing = record.outcome is not None
         now = time.monotonic()
         ranks = self._watched(is_publishing)
-        if self._pulses is None or self._pulses.ranks != ranks:
+        if self._pulses is None or (self._pulses.save, self._pulses.ranks) != (record.number, ranks):
             self._pulses = Pulses(record.number, ranks, self._liveness.limits, now)
         elif now - self._looked_at > 3 * self._liveness.beat_secs + 1:
             self._pulses.forgive(now)  # this process was stopped, or starved

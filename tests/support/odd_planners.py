@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dcp_engine import BalancedSavePlanner
 
-__all__ = ["FailingPlanner", "MeddlingPlanner", "SlowPlanner", "UnpicklableError"]
+__all__ = ["FailingPlanner", "HangingPlanner", "MeddlingPlanner", "SlowPlanner", "UnpicklableError"]
 
 
 class UnpicklableError(Exception):
@@ -46,6 +46,15 @@ class FailingPlanner(BalancedSavePlanner):
             if self.how == "unpicklable":
                 raise UnpicklableError("a hook of the user's failed", 17)
             raise ValueError("a hook of the user's failed")
+        return super().resolve_data(write_item)
+
+
+class HangingPlanner(BalancedSavePlanner):
+    """Does not come back for a minute on rank 1."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(60.0)
         return super().resolve_data(write_item)
 
 

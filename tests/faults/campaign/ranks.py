@@ -30,15 +30,15 @@ from dcp_engine.storage.backends.calls import SystemCalls, installed
 PART = "ranks"
 TITLE = "A rank is killed, stopped, raises, or stays away"
 PROMISE = (
-    "All surviving ranks get one and the same answer: the checkpoint is there, whole, or one error that names the rank, its phase and what it"
-    " said, and nothing is published. Staging buffers are free again, and the next save works."
+    "All surviving ranks get one and the same answer: the checkpoint is there, whole, or one error that names the rank, its phase and what"
+    " it said, and nothing is published. Staging buffers are free again, and the next save works."
 )
 
 PHASES = ("arrive", "plan", "plans", "write", "handed", "publish")
 FAULTS = ("kill", "stop", "raise", "skip")
-NUM_QUICK = 14
-_FAILURE_SECS = 3.0
-_PATIENCE_SECS = 2.5
+NUM_QUICK = 12
+_FAILURE_SECS = 4.0
+_PATIENCE_SECS = 4.0
 _BOUND_SECS = 60.0
 _RUN_SECS = 150.0
 _TEXT = "planted on purpose"
@@ -82,10 +82,10 @@ def chosen(*, full: bool, seed: int) -> list[Point]:
         return points
     drawn = random.Random(seed)
     drawn.shuffle(points)
-    points.sort(key=lambda point: point.world)
     kinds: dict[tuple[str, str], Point] = {}
     for point in points:
-        kinds.setdefault((point.phase, point.fault), point)
+        if point.world < 4:
+            kinds.setdefault((point.phase, point.fault), point)
     some = sorted(kinds.values(), key=lambda point: (point.phase, point.fault))
     drawn.shuffle(some)
     return sorted(some[:NUM_QUICK], key=lambda point: point.world)
@@ -184,8 +184,10 @@ def fail_once(root: str, point: Point) -> Answer:
     rank = dist.get_rank()
     store = dist.PrefixStore("campaign", compat.default_store())
     store.set(f"pid/{rank}", str(os.getpid()))
+    with BackgroundSaver() as warm:  # a process that has just started is slow
+        warm.submit(state_of(1), writer=writer_of(root, 1), step=1).result(60)
+    dist.barrier()
     saver = BackgroundSaver(failure_secs=_FAILURE_SECS, timeout_secs=_PATIENCE_SECS)
-    saver.submit(state_of(1), writer=writer_of(root, 1), step=1).result(60)
     fault = Fault(point, store) if rank == point.rank else None
     with prepared(fault, point) as planner:
         if fault is not None and point.phase == "arrive":
@@ -269,7 +271,7 @@ class Fault:
         if self._point.fault == "raise":
             raise ValueError(_TEXT)
         if self._point.fault == "skip":
-            wait_for(dist.PrefixStore("", self._store).clone(), self._point.world - 1)
+            wait_for(self._store.clone(), self._point.world - 1)
             return
         os.kill(os.getpid(), signal.SIGKILL if self._point.fault == "kill" else signal.SIGSTOP)
         time.sleep(0.1)  # a signal to a process may reach another thread of it first
