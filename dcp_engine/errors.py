@@ -46,7 +46,8 @@
     └── CoordinationError                  ranks do not agree
         ├── RankDisagreementError          ranks see different checkpoints or file systems
         ├── PlanError                      the global plan does not cover the state exactly once
-        └── RankFailedError                a rank failed, with an error that is not of the engine
+        ├── RankFailedError                a rank failed, with an error that is not of the engine
+        └── ExchangeBrokenError            ranks lost each other, most likely since another one failed
 
 An error carries a stable ``kind`` (append-only; scripts may match on it) and the place where it happened as attributes:
 ``step``, ``path``, ``file``, ``tensor``, ``rank``, ``phase``, ``expected``, ``found``, ``remedy``. Each is ``None`` where it does not
@@ -471,3 +472,9 @@ class RankFailedError(CoordinationError):
     """A rank failed in a work that all of them share, with an error of a type that is not ours: ``found`` is its text."""
 
     kind = "rank_failed"
+
+
+class ExchangeBrokenError(CoordinationError):
+    """Ranks cannot reach each other: a consequence of what happened to another rank, most likely."""
+
+    kind = "exchange_broken"

@@ -17,21 +17,15 @@ import torch
 import torch.distributed as dist
 
 from dcp_engine.background.wire import packed, unpacked
-from dcp_engine.errors import BackgroundSaveError
+from dcp_engine.errors import ExchangeBrokenError
 
-__all__ = ["COORDINATOR", "Exchange", "ExchangeBrokenError"]
+__all__ = ["COORDINATOR", "Exchange"]
 
 COORDINATOR = 0
 """Rank that plans and publishes, as in ``dcp.save``."""
 
 _FIRST_WAIT_SECS = 0.0002
 _LONGEST_WAIT_SECS = 0.02
-
-
-class ExchangeBrokenError(BackgroundSaveError):
-    """A collective failed: a consequence of what happened to another rank, most likely."""
-
-    kind = "exchange_broken"
 
 
 class Exchange:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_engine.background.exchange import Exchange, ExchangeBrokenError
+from dcp_engine.background.exchange import Exchange
 from dcp_engine.background.jobs import Executor, SaveJob, SaveOutcome
 from dcp_engine.background.outcome import Outcome, State
 from dcp_engine.background.run import SaveRun
 from dcp_engine.background.watch import Liveness, RankWatch, own_client
-from dcp_engine.errors import CommitStateUnknownError, DcpEngineError, RankLostError
+from dcp_engine.errors import CommitStateUnknownError, DcpEngineError, ExchangeBrokenError, RankLostError
 from dcp_engine.storage import ShardReader, ShardWriter
 
 __all__ = ["Supervisor"]

@@ -164,7 +164,6 @@ class DoubleBufferStager(AsyncStager):
         """
         try:
             if not self._in_stage.acquire(blocking=False):
-                self._require_open()
                 raise UsageError("the stager is in use by another thread", remedy="stage from one thread, or use a stager for each")
             try:
                 self._last = None  # else track() would end an earlier state's lease together with this one's failure
@@ -187,13 +186,10 @@ class DoubleBufferStager(AsyncStager):
             copied.result()
 
     def close(self) -> None:
-        """Give all memory back; what is still being written keeps its buffer until then. A ``stage`` in another thread that waits for a
-        buffer fails; one that copies is waited for. Idempotent.
-        """
+        """Give all memory back; what is still being written keeps its buffer until then. Idempotent."""
         self._closed = True
+        self.synchronize_staging()
         self._buffers.close()
-        with self._in_stage:  # what it has yet to hand to the threads that end below would be lost, with its buffer
-            self.synchronize_staging()
         for pool in (self._helpers, self._watcher):
             if pool is not None:
                 pool.shutdown(wait=False)
@@ -255,7 +251,8 @@ class DoubleBufferStager(AsyncStager):
 
     def _stage(self, state_dict: _State) -> Future[_State] | _State:
         started = time.monotonic()
-        self._require_open()
+        if self._closed:
+            raise ClosedError("the stager is closed", remedy="make a new DoubleBufferStager")
         with without_gc():
             tensors = find_tensors(state_dict)
             replanned = self._replan(tensors)
@@ -283,10 +280,6 @@ class DoubleBufferStager(AsyncStager):
         # Two futures: one that this object kept would keep the staged state alive.
         self._copied = self._watcher.submit(self._await_transfers, staging, staged_state, staged)
         return staged
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the stager is closed", remedy="make a new DoubleBufferStager")
 
     def _acquire(self, owner: str) -> tuple[Buffer, float]:
         patience_secs = min(_PATIENCE_SECS, self._options.wait_secs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,36 @@ def test_leaving_right_after_a_save_began_ends_whole_or_absent(tmp_path: Path, h
         assert steps == [1], run.stderr  # there was time, and nothing in the way
     for step in steps:
         verify_checkpoint(str(tmp_path / "steps" / f"step-{step:08d}"))
+
+
+TWO_RANKS = """
+import os, sys, time
+import torch, torch.distributed as dist
+from dcp_engine import ShardWriter
+from dcp_engine.background import BackgroundSaver
+
+def main(root, rank):
+    dist.init_process_group("gloo", store=dist.FileStore(os.path.join(root, "store"), 2), rank=rank, world_size=2)
+    saver = BackgroundSaver(failure_secs=30)
+    saver.submit({f"w{rank}": torch.arange(1000)}, writer=ShardWriter(os.path.join(root, "steps", "step-00000001")), step=1)
+    if rank == 1:
+        sys.exit(17)
+    saver.wait(60)
+    error = saver.submit({"w0": torch.ones(3)}, writer=ShardWriter(os.path.join(root, "steps", "step-00000002")), step=2).exception(60)
+    print(type(error).__name__, error.rank, error.found)
+
+main(sys.argv[1], int(sys.argv[2]))
+"""
+
+
+def test_a_rank_that_exits_first_ends_its_save_and_the_others_are_told_at_once_that_it_left(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TWO_RANKS, encoding="utf-8")
+    (tmp_path / "steps").mkdir()
+    command = [sys.executable, "-P", "-W", "ignore", str(script), str(tmp_path)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    runs = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, env=environment) for rank in range(2)]
+    outputs = [run.communicate(timeout=120)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 17]
+    assert outputs[0].strip() == "RankLostError 1 it has left: its saver was closed, or its process ends"
+    assert committed_steps(str(tmp_path / "steps")) == [1]

@@ -151,9 +151,9 @@ def judged(point: Point, answers: list[Answer | None], root: str) -> tuple[list[
         bad.append(f"{steps} are published after {errors}")
     for step in steps:
         try:
-            verify_checkpoint(f"{root}/step-{step:08d}")
+            bad += [f"step {step} is damaged: {fault}" for fault in verify_checkpoint(f"{root}/step-{step:08d}").faults]
         except DcpEngineError as error:
-            bad.append(f"step {step} is damaged: {error}")
+            bad.append(f"step {step} cannot be read: {error}")
     for error in errors - {None}:
         assert error is not None
         if error[1] != point.rank or not error[2]:

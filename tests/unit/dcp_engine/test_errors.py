@@ -57,6 +57,8 @@ KINDS = {
     "SaverDiedError": "saver_died",
     "EarlierSaveFailedError": "earlier_save_failed",
     "SaveTimeoutError": "save_timeout",
+    "RankLostError": "rank_lost",
+    "ExchangeBrokenError": "exchange_broken",
 }
 BUILTIN_BASES = {
     "UsageError": ValueError,
@@ -74,6 +76,7 @@ PLACE = {
     "file": "model-00003.shard",
     "tensor": "model.w",
     "rank": 3,
+    "phase": "writing",
     "expected": "(8, 4)",
     "found": "(4, 4)",
     "remedy": "use another checkpoint",

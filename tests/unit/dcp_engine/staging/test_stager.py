@@ -481,51 +481,6 @@ def test_a_second_thread_is_refused_while_the_first_stages() -> None:
     waiting.join()
 
 
-def test_closing_waits_for_a_copy_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    stager = DoubleBufferStager(threads=2)
-    copying, may_go_on, results = threading.Event(), threading.Event(), []
-    copy_host = DoubleBufferStager._copy_host
-
-    def slow_copy(*args: Any) -> None:
-        copying.set()
-        assert may_go_on.wait(30)
-        copy_host(*args)
-
-    monkeypatch.setattr(DoubleBufferStager, "_copy_host", slow_copy)
-    staging = threading.Thread(target=lambda: results.append(stager.stage({"w": torch.ones(2_000_000)})))
-    staging.start()
-    assert copying.wait(30)
-    closing = threading.Thread(target=stager.close)
-    closing.start()
-    closing.join(0.2)
-    assert closing.is_alive()
-    with pytest.raises(ClosedError):
-        stager.stage({"w": torch.ones(3)})
-    may_go_on.set()
-    for thread in (staging, closing):
-        thread.join(30)
-    assert (results[0]["w"] == 1).all()
-
-
-def test_closing_ends_the_wait_for_a_buffer_in_another_thread() -> None:
-    stager = DoubleBufferStager()
-    held = [stager.stage({"w": torch.ones(3)}) for _ in range(2)]
-    errors: list[BaseException] = []
-
-    def stage() -> None:
-        try:
-            stager.stage({"w": torch.ones(3)})
-        except ClosedError as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=stage)
-    waiting.start()
-    stager.close()
-    waiting.join(30)
-    assert [type(error) for error in errors] == [ClosedError]
-    assert len(held) == 2
-
-
 def test_a_closed_stager_is_refused_and_closing_twice_is_fine() -> None:
     stager = DoubleBufferStager()
     staged = stager.stage({"w": torch.ones(3)})
