@@ -66,7 +66,7 @@ class Exchange:
         if size == 1:
             return cls(None, _nothing)
         try:
-            group = dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout_secs))  # type: ignore[attr-defined]
+            group = dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout_secs))
         except RuntimeError as error:
             raise ExchangeBrokenError("the process group of saving cannot be made", found=_first_line(error)) from error
         return cls(group, _nothing)
@@ -83,7 +83,7 @@ class Exchange:
         sizes = self._sizes(len(data))
         mine = _padded(data, max(sizes))
         places = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if self.is_coordinator else []
-        options = dist.GatherOptions()  # type: ignore[attr-defined]
+        options = dist.GatherOptions()
         options.rootRank = COORDINATOR
         self._run(lambda: self._group.gather([places] if places else [], [mine], options))
         return [_bytes_of(place, size) for place, size in zip(places, sizes, strict=False)]
@@ -96,7 +96,7 @@ class Exchange:
         self._broadcast(lengths)
         longest = int(lengths.max())
         place = torch.empty(longest, dtype=torch.uint8)
-        options = dist.ScatterOptions()  # type: ignore[attr-defined]
+        options = dist.ScatterOptions()
         options.rootRank = COORDINATOR
         given = [[_padded(part, longest) for part in parts]] if self.is_coordinator else []
         self._run(lambda: self._group.scatter([place], given, options))
@@ -137,7 +137,7 @@ class Exchange:
         return [int(place) for place in places]
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()  # type: ignore[attr-defined]
+        options = dist.BroadcastOptions()
         options.rootRank = COORDINATOR
         self._run(lambda: self._group.broadcast([tensor], options))
 

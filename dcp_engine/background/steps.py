@@ -94,7 +94,7 @@ class _Save:
             watch.enter(PLANNING)
             parts = self._global_plans(locals_)
             watch.enter(PLANS)
-        plan = self._heard(exchange.scatter(parts), PLANNING)
+        plan: SavePlan = self._heard(exchange.scatter(parts), PLANNING)
         watch.saw_attempt(attempt_of(plan))
         return plan
 

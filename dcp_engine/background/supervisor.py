@@ -121,7 +121,7 @@ class Supervisor:
         return self._executor.run(job, run, seat.exchange)
 
     def _exchange(self, store: Any, number: int) -> Exchange:
-        prefixed = dist.PrefixStore(f"group/{number}", store)
+        prefixed = dist.PrefixStore(f"group/{number}", store)  # type: ignore[attr-defined]
         return Exchange.make(prefixed, self._rank, self._size, self._liveness.patience_secs + self._liveness.failure_secs)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -90,7 +91,7 @@ def own_client(store: Any, timeout_secs: float) -> Any:
     return client
 
 
-class SaveRecord:
+class SaveRecord(ABC):
     """What one save shows to the watch, and hears from it. Base of :class:`~dcp_engine.background.run.SaveRun`.
 
     Attributes:
@@ -110,9 +111,9 @@ class SaveRecord:
         self._reports: list[tuple[Outcome, bool]] = []
         self._lock = threading.Lock()
 
+    @abstractmethod
     def beat(self, count: int) -> Beat:
         """What to show."""
-        raise NotImplementedError
 
     def take_reports(self) -> list[tuple[Outcome, bool]]:
         """Outcomes that this rank proposes, and whether each may follow PUBLISHING. Each is given once."""

@@ -121,7 +121,7 @@ def test_pickle_keeps_type_message_and_every_attribute(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_message_names_place_expected_found_and_remedy(name: str) -> None:
     assert str(_tree()[name]("it broke", **PLACE)) == (
-        "it broke [step 41000, path '/ckpt/step-00041000', file 'model-00003.shard', tensor 'model.w', rank 3]; "
+        "it broke [step 41000, path '/ckpt/step-00041000', file 'model-00003.shard', tensor 'model.w', rank 3, phase 'writing']; "
         "expected (8, 4); found (4, 4); use another checkpoint"
     )
 
