@@ -93,3 +93,41 @@ def test_a_rank_that_exits_first_ends_its_save_and_the_others_are_told_at_once_t
     assert [run.returncode for run in runs] == [0, 17]
     assert outputs[0].strip() == "RankLostError 1 it has left: its saver was closed, or its process ends"
     assert committed_steps(str(tmp_path / "steps")) == [1]
+
+
+LOSING = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from dcp_engine import BalancedSavePlanner, ShardWriter
+from dcp_engine.background import BackgroundSaver
+
+class Stopping(BalancedSavePlanner):
+    def resolve_data(self, write_item):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return super().resolve_data(write_item)
+
+def main(root, rank):
+    dist.init_process_group("gloo", store=dist.FileStore(os.path.join(root, "store"), 2), rank=rank, world_size=2)
+    saver = BackgroundSaver(failure_secs=4, exit_wait_secs=20)
+    planner = Stopping() if rank == 1 else None
+    saver.submit({f"w{rank}": torch.arange(1000)}, writer=ShardWriter(os.path.join(root, "steps", "step-00000001")), step=1, planner=planner)
+
+main(sys.argv[1], int(sys.argv[2]))
+"""
+
+
+def test_a_rank_whose_peer_is_stopped_in_a_save_still_exits(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOSING, encoding="utf-8")
+    (tmp_path / "steps").mkdir()
+    command = [sys.executable, "-P", "-W", "ignore", str(script), str(tmp_path)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    stopped = subprocess.Popen([*command, "1"], env=environment)
+    try:
+        survivor = subprocess.run([*command, "0"], env=environment, capture_output=True, text=True, timeout=100, check=False)
+    finally:
+        stopped.kill()
+        stopped.wait()
+    assert survivor.returncode == 0, survivor.stderr
+    assert "rank 1" in survivor.stderr, "the log says whose fault it is"
+    assert committed_steps(str(tmp_path / "steps")) == []
