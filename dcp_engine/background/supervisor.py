@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,6 +28,8 @@ __all__ = ["Supervisor"]
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECS = 0.5
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
@@ -204,10 +206,7 @@ class _Supervision:
         if attempt is None or not isinstance(writer, ShardWriter):
             outcome = Outcome.of(_unknown(lost, "a writer that is not ShardWriter cannot tell"), rank=lost.rank, phase=lost.phase or "")
         else:
-            revoked = _Worker("dcp-engine-revoke")
-            future = revoked.start(lambda: writer.revoke(attempt))
-            revoked.close()
-            wait([future], self._supervisor.liveness.failure_secs / 2)
+            future = self._in_time(lambda: writer.revoke(attempt))
             if not future.done():
                 outcome = Outcome.of(_unknown(lost, "the storage does not answer"), rank=lost.rank, phase=lost.phase or "")
             elif (error := future.exception()) is not None:
@@ -270,11 +269,23 @@ class _Supervision:
         return is_missing
 
     def _read_back(self) -> Metadata:
-        """Of the checkpoint that was published while its coordinator could not tell."""
+        """Of the checkpoint that was published while its coordinator could not tell. Empty where that cannot be read: published it is."""
         writer = self._job.writer
-        if not isinstance(writer, ShardWriter):
-            return Metadata(state_dict_metadata={})
-        return ShardReader(self._path, storage_options=writer.storage_options).read_metadata()
+        if isinstance(writer, ShardWriter):
+            reader = ShardReader(self._path, storage_options=writer.storage_options)
+            future = self._in_time(reader.read_metadata)
+            if future.done() and future.exception() is None:
+                return future.result()
+            _LOG.warning("the checkpoint %s was published, and cannot be read back now", self._path)
+        return Metadata(state_dict_metadata={})
+
+    def _in_time(self, call: Callable[[], _Result]) -> Future[_Result]:
+        """Of a call of the storage, which may hang; done, or left behind."""
+        worker = _Worker("dcp-engine-look")
+        future = worker.start(call)
+        worker.close()
+        wait([future], self._supervisor.liveness.failure_secs / 2)
+        return future
 
 
 class _Patience:
@@ -311,8 +322,8 @@ class _Worker:
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
-    def start(self, work: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
+    def start(self, work: Callable[[], _Result]) -> Future[_Result]:
+        future: Future[_Result] = Future()
         self._tasks.put((future, work))
         return future
 

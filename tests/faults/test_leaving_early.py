@@ -110,7 +110,8 @@ def main(root, rank):
     dist.init_process_group("gloo", store=dist.FileStore(os.path.join(root, "store"), 2), rank=rank, world_size=2)
     saver = BackgroundSaver(failure_secs=4, exit_wait_secs=20)
     planner = Stopping() if rank == 1 else None
-    saver.submit({f"w{rank}": torch.arange(1000)}, writer=ShardWriter(os.path.join(root, "steps", "step-00000001")), step=1, planner=planner)
+    writer = ShardWriter(os.path.join(root, "steps", "step-00000001"))
+    saver.submit({f"w{rank}": torch.arange(1000)}, writer=writer, step=1, planner=planner)
 
 main(sys.argv[1], int(sys.argv[2]))
 """
