@@ -35,7 +35,7 @@ PROMISE = (
 )
 
 PHASES = ("arrive", "plan", "plans", "write", "handed", "publish", "published")
-FAULTS = ("kill", "stop", "raise", "skip")
+FAULTS = ("kill", "stop", "skip", "raise")
 NUM_QUICK = 12
 _FAILURE_SECS = 4.0
 _PATIENCE_SECS = 4.0
