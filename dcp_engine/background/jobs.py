@@ -15,7 +15,7 @@ from dcp_engine.background.run import SaveRun
 from dcp_engine.storage import ShardWriter
 from dcp_engine.types import WritePhases
 
-__all__ = ["Executor", "SaveJob", "SaveOutcome", "writer_progress"]
+__all__ = ["Executor", "SaveJob", "SaveOutcome", "staged_state", "writer_progress"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,14 @@ class Executor(Protocol):
 
     def kill(self) -> None:
         """Break off what runs, as far as that can be done, from another thread."""
+
+
+def staged_state(job: SaveJob, run: SaveRun) -> dict[str, Any]:
+    """What is to be saved, waited for where it is still copied from a device."""
+    if not isinstance(job.state, Future):
+        return job.state
+    run.enter("staging")
+    return job.state.result()
 
 
 def writer_progress(writer: StorageWriter) -> int | None:

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.multiprocessing as multiprocessing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_engine.background.exchange import Exchange
-from dcp_engine.background.jobs import SaveJob, SaveOutcome
+from dcp_engine.background.jobs import SaveJob, SaveOutcome, staged_state
 from dcp_engine.background.priority import Priority
 from dcp_engine.background.process_main import END, Alive, Asks, ChildGroup, Done, Entered, Failed, Fails, Published, Ready, Up, main
 from dcp_engine.background.run import SaveRun
@@ -66,7 +65,7 @@ class ProcessExecutor:
         """
         self._prepare(run, exchange)
         assert self._child is not None
-        state = job.state.result() if isinstance(job.state, Future) else job.state
+        state = staged_state(job, run)
         return self._child.save(state, job, self._stager, run)
 
     def progress(self, job: SaveJob) -> int | None:

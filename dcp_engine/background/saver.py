@@ -340,7 +340,10 @@ def _store_of(ranks: list[int] | None, rank: int) -> Any:
     if ranks is None:
         return dist.HashStore()  # type: ignore[attr-defined]
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    shared = dist.PrefixStore(f"dcp-engine/{name}", compat.default_store())  # type: ignore[attr-defined]
+    store = compat.default_store()
+    if store is None:
+        raise BackgroundSaveError("the default process group was made without a store, which MPI does", remedy="make it with gloo or NCCL")
+    shared = dist.PrefixStore(f"dcp-engine/{name}", store)  # type: ignore[attr-defined]
     return dist.PrefixStore(str(shared.add(f"made/{rank}", 1)), shared)  # type: ignore[attr-defined]
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 from dcp_engine.background.exchange import Exchange
-from dcp_engine.background.jobs import SaveJob, SaveOutcome, writer_progress
+from dcp_engine.background.jobs import SaveJob, SaveOutcome, staged_state, writer_progress
 from dcp_engine.background.priority import Priority
 from dcp_engine.background.run import SaveRun
 from dcp_engine.background.steps import save_in_steps
@@ -29,7 +27,7 @@ class ThreadExecutor:
 
     def run(self, job: SaveJob, run: SaveRun, exchange: Exchange) -> SaveOutcome:
         """See :class:`dcp_engine.background.jobs.Executor`."""
-        state = job.state.result() if isinstance(job.state, Future) else job.state
+        state = staged_state(job, run)
         metadata = save_in_steps(state, job.writer, job.planner, exchange, run)
         return SaveOutcome(metadata, getattr(job.writer, "phases", None))
 
