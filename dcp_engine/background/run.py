@@ -79,7 +79,7 @@ class SaveRun(SaveRecord):
         Args:
             store: a client of the thread that runs the steps.
             exchange: of this rank, None where it is lost.
-            number: of its group.
+            number: of its group, which is that of the save for which it was made.
             make: the group of a number.
 
         Returns:
@@ -95,18 +95,18 @@ class SaveRun(SaveRecord):
         arrived = self._store.add(self._keys.arrived, 1)
         if self.rank == COORDINATOR:
             self._wait_for(lambda: arrived == self._size or self._store.add(self._keys.arrived, 0) == self._size)
-            number += self._store.add(self._keys.stale, 0) > 0
+            # A number that was never used: what a group that was not completed has left in the store would mislead the next of that name.
+            chosen = self.number if self._store.add(self._keys.stale, 0) > 0 else number
             for key in StoreKeys(self.number - 1).all if self.number > 1 else ():
                 self._store.delete_key(key)  # everybody is here, and so has done with it
-            self._store.set(self._keys.go, str(number))
+            self._store.set(self._keys.go, str(chosen))
         else:
             self._wait_for(lambda: self._store.check([self._keys.go]))
             chosen = int(self._store.get(self._keys.go))
-            exchange, number = (exchange if chosen == number else None), chosen
-        if exchange is None or exchange.is_broken:
-            exchange = make(number)
+        if exchange is None or exchange.is_broken or chosen != number:
+            exchange = make(chosen)
         exchange.check = self._require_going_on
-        return exchange, number
+        return exchange, chosen
 
     def enter(self, phase: str) -> None:
         """See ``SaveWatch``. A new phase is a sign of progress."""
