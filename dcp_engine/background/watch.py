@@ -20,6 +20,8 @@ __all__ = ["Liveness", "RankWatch", "SaveRecord", "StoreKeys", "own_client"]
 _LOG = logging.getLogger(__name__)
 _LONGEST_BEAT_SECS = 5.0
 _CLOSE_SECS = 2.0
+_NO_VALUE = "-"
+"""Never written: to compare with it reads a key, or tells at once that there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +244,10 @@ class RankWatch:
             record.put_reports(reports)  # those that did not arrive, for the next round
 
     def _read_outcome(self, record: SaveRecord) -> None:
-        key = StoreKeys(record.number).outcome
-        if self._store.check([key]):
-            record.learn(Outcome.decode(self._store.get(key)))
+        # A get would wait for a key that is not there, or not any more: the coordinator removes those of saves that all have done with.
+        value = self._store.compare_set(StoreKeys(record.number).outcome, _NO_VALUE, _NO_VALUE).decode()
+        if value not in ("", _NO_VALUE):
+            record.learn(Outcome.decode(value))
 
     def _judge(self, record: SaveRecord, own: Beat) -> None:
         is_publishing = record.outcome is not None

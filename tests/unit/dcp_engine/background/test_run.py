@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from dcp_engine.background.exchange import Exchange
 from dcp_engine.background.outcome import Outcome, State
 from dcp_engine.background.run import SaveRun
 from dcp_engine.background.steps import HANDED, PUBLISHING, WRITING
+from dcp_engine.background.watch import Liveness, RankWatch
 from dcp_engine.errors import BackgroundSaveError, RankLostError
 
 
@@ -127,3 +129,33 @@ def test_a_rank_knows_that_nothing_is_published_until_it_hands_over_its_results(
         early.enter(HANDED)
     late.enter(HANDED)
     assert not late.break_off(BackgroundSaveError("closed"))
+
+
+# -- the watch --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp", "file"])
+def test_a_watch_reads_what_there_is_and_waits_for_nothing(tmp_path: Path, kind: str) -> None:
+    if kind == "hash":
+        store = dist.HashStore()
+    elif kind == "tcp":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    else:
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+    watch = RankWatch(dist.PrefixStore("saver", store), 0, 1, Liveness(failure_secs=600, patience_secs=600))
+    run = SaveRun(1, watch, rank=0, size=1, progress=lambda: None, path="p", step=1)
+    try:
+        watch._read_outcome(run)
+        assert run.outcome is None
+        lost = Outcome.of(RankLostError("a rank is lost", rank=0), rank=0, phase=WRITING)
+        watch.begin(run)
+        run.put_reports([(lost, False), (Outcome(State.PUBLISHED), False)])
+        watch.hurry()
+        assert run.changed.wait(60)
+        assert run.outcome == lost, "the first holds"
+        watch._store.delete_key("1/outcome")
+        watch._read_outcome(run)
+        assert run.outcome == lost
+    finally:
+        watch.close()
+    assert not any(thread.name == "dcp-engine-watch" for thread in threading.enumerate())
