@@ -100,7 +100,7 @@ def test_a_capped_file_is_a_file_and_pays_for_every_byte_once(tmp_path: Path) ->
 def test_all_files_of_a_save_share_the_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fakes: list[FakeTime] = []
 
-    def bucket(bytes_per_sec: float) -> TokenBucket:
+    def bucket(bytes_per_sec: float, sleep: object) -> TokenBucket:
         fakes.append(FakeTime())
         return TokenBucket(bytes_per_sec, clock=fakes[-1].clock, sleep=fakes[-1].sleep)
 
