@@ -12,6 +12,7 @@ from dcp_engine.errors import MalformedCheckpointError
 from dcp_engine.storage import columns
 from dcp_engine.storage.envelope import nonce_bytes, split_shard_name
 from dcp_engine.storage.limits import (
+    FREE_ROWS,
     HEADER_BYTES,
     MAX_BLOCKS,
     MAX_CHUNKS,
@@ -20,14 +21,15 @@ from dcp_engine.storage.limits import (
     MAX_FILES,
     MAX_NAME_BYTES,
     RECORD_BYTES,
+    ROWS_PER_BYTE,
 )
 from dcp_engine.storage.shard_table import ShardTable
-from dcp_engine.storage.table_columns import TABLE_FIELDS, aligned, row_starts
+from dcp_engine.storage.table_columns import TABLE_FIELDS, aligned, check_count, row_starts
 
 if TYPE_CHECKING:
     from dcp_engine.storage.manifest import Manifest
 
-__all__ = ["FileRecord", "from_document", "to_document"]
+__all__ = ["FileRecord", "from_document", "num_rows", "to_document"]
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "writer_version": str,
@@ -115,13 +117,24 @@ def to_document(manifest: Manifest, extents: npt.NDArray[np.int64]) -> columns.D
     }
 
 
-def from_document(body: bytes) -> dict[str, Any]:
+def num_rows(document: columns.Document) -> int:
+    """Rows of entries, chunks, blocks and aliases: what decoding takes memory for."""
+    widths = {"entry_dtypes": 1, "chunk_begins": 1, "block_codecs": 1, "alias_targets": 4}
+    return sum(len(cast("bytes", document[name])) // width for name, width in widths.items())
+
+
+def from_document(body: bytes, stored_bytes: int) -> dict[str, Any]:
     """The fields of a manifest by name, parsed from the document; their meaning is checked by the manifest itself.
+
+    Args:
+        body: the document.
+        stored_bytes: its length as it was compressed, which bounds what it may ask for.
 
     Raises:
         MalformedCheckpointError, LimitExceededError
     """
     document = columns.unpack_document(body, _FIELDS, what="manifest")
+    check_count("rows for the length of the manifest", num_rows(document), FREE_ROWS + ROWS_PER_BYTE * stored_bytes)
     table = ShardTable.from_document(document)
     aliases = columns.unpack_texts(
         cast("bytes", document["alias_names"]),
