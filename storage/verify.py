@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from dcp_engine.errors import DcpEngineError, DigestMismatchError, MalformedCheckpointError
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.access import cipher_of, manifest_of
-from dcp_engine.storage.backends import ReadFile
+from dcp_engine.storage.backends import Directory, ReadFile
 from dcp_engine.storage.codecs import Scratch, decode_block
 from dcp_engine.storage.digest import digest_of_column
 from dcp_engine.storage.encryption import BlockCipher, encryption_key_of
@@ -28,7 +28,7 @@ from dcp_engine.storage.read_plan import read_budget
 from dcp_engine.storage.shard_files import check_shard_file
 from dcp_engine.storage.workers import WorkerPool
 
-__all__ = ["VerifyReport", "verify_checkpoint"]
+__all__ = ["VerifyReport", "verify_checkpoint", "verify_files"]
 
 _MAX_FAULTS = 1000
 
@@ -99,20 +99,11 @@ def verify_checkpoint(
     vouching, opening = secret_key(signing_key, "signing_key"), encryption_key_of(encryption_key)
     opened = open_checkpoint(path, storage_options=storage_options)
     place = opened.directory.path
-    faults: list[tuple[int, int, DcpEngineError]] = []
     with opened.hold, WorkerPool(options.threads) as pool:
         manifest = manifest_of(opened, signing_key=vouching, path=place)
         cipher = None if opening is None else cipher_of(manifest, opening, path=place)
-        for index, record in enumerate(manifest.files):
-            try:
-                file = opened.directory.open(record.name)
-            except DcpEngineError as error:
-                faults.append((index, -1, error))
-                continue
-            try:
-                _verify_file(_Walk(manifest, index, file, place, cipher, faults), pool, options.bytes_in_flight)
-            finally:
-                file.close()
+        indices = range(len(manifest.files))
+        faults = verify_files(manifest, opened.directory, indices, cipher=cipher, pool=pool, bytes_in_flight=options.bytes_in_flight)
     return VerifyReport(
         path=place,
         step=manifest.step,
@@ -121,8 +112,38 @@ def verify_checkpoint(
         num_blocks=len(manifest.block_file),
         raw_bytes=int(manifest.table.block_raw_bytes.sum()),
         stored_bytes=sum(record.size_bytes for record in manifest.files),
-        faults=tuple(error for _, _, error in sorted(faults, key=lambda fault: fault[:2])),
+        faults=faults,
     )
+
+
+def verify_files(
+    manifest: Manifest, directory: Directory, indices: Iterable[int], *, cipher: BlockCipher | None, pool: WorkerPool, bytes_in_flight: int
+) -> tuple[DcpEngineError, ...]:
+    """Check every byte of some shard files against a manifest.
+
+    Args:
+        manifest: of the checkpoint.
+        directory: where the files are.
+        indices: of the files in the manifest, ascending.
+        cipher: decrypts encrypted blocks; ``None``: they are not decrypted.
+        pool: does the work.
+        bytes_in_flight: bytes held at once.
+
+    Returns:
+        What is wrong, in the order of files and blocks; at most 1,000.
+    """
+    faults: list[tuple[int, int, DcpEngineError]] = []
+    for index in indices:
+        try:
+            file = directory.open(manifest.files[index].name)
+        except DcpEngineError as error:
+            faults.append((index, -1, error))
+            continue
+        try:
+            _verify_file(_Walk(manifest, index, file, directory.path, cipher, faults), pool, bytes_in_flight)
+        finally:
+            file.close()
+    return tuple(error for _, _, error in sorted(faults, key=lambda fault: fault[:2]))
 
 
 def _verify_file(walk: _Walk, pool: WorkerPool, bytes_in_flight: int) -> None:
