@@ -45,13 +45,14 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "file_blocks": bytes,
     "file_footer_bytes": bytes,
     "file_footer_sha256": bytes,
-    **TABLE_FIELDS,
+    **{name: kind for name, kind in TABLE_FIELDS.items() if name != "encryption_key_id"},
     "alias_names": bytes,
     "alias_name_bytes": bytes,
     "alias_targets": bytes,
     "planner_data": bytes,
     "skeleton": bytes,
     "metadata": bytes,
+    "encryption_key_id": bytes,
 }
 _SHA256_BYTES = 32
 
@@ -93,6 +94,8 @@ def to_document(manifest: Manifest, extents: npt.NDArray[np.int64]) -> columns.D
     sizes = np.array([file.size_bytes for file in files], dtype=np.int64)
     aliases, alias_bytes = columns.pack_texts(list(manifest.aliases))
     targets = np.array([manifest.entry_id(name) for name in manifest.aliases.values()], dtype=np.int64)
+    table = manifest.table.to_document()
+    key_id = table.pop("encryption_key_id")
     return {
         "writer_version": manifest.writer_version,
         "nonce": nonce_bytes(manifest.nonce),
@@ -107,13 +110,14 @@ def to_document(manifest: Manifest, extents: npt.NDArray[np.int64]) -> columns.D
         "file_blocks": columns.pack_column(np.array([file.num_blocks for file in files], dtype=np.int64), "<u4"),
         "file_footer_bytes": columns.pack_column(sizes - extents - (HEADER_BYTES + RECORD_BYTES), "<u4"),
         "file_footer_sha256": b"".join(file.footer_sha256 for file in files),
-        **manifest.table.to_document(),
+        **table,
         "alias_names": aliases,
         "alias_name_bytes": alias_bytes,
         "alias_targets": columns.pack_column(targets, "<u4"),
         "planner_data": manifest.planner_data,
         "skeleton": manifest.skeleton,
         "metadata": manifest.metadata,
+        "encryption_key_id": key_id,
     }
 
 

@@ -36,8 +36,8 @@ FOOTER = ["nonce", "component", "rank", "stripe", "world_size", *TABLE]
 MANIFEST = [
     *("writer_version", "nonce", "run_id", "step", "saved_at", "world_size", "codec"),
     *("file_names", "file_name_bytes", "file_chunks", "file_blocks", "file_footer_bytes", "file_footer_sha256"),
-    *TABLE,
-    *("alias_names", "alias_name_bytes", "alias_targets", "planner_data", "skeleton", "metadata"),
+    *TABLE[:-1],
+    *("alias_names", "alias_name_bytes", "alias_targets", "planner_data", "skeleton", "metadata", "encryption_key_id"),
 ]
 
 
