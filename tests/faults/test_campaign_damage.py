@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from faults.campaign import damage
-from faults.campaign.damage import Tally, cut_lengths, flip_bits, misplace_files, subject_of
+from faults.campaign.damage import HAS_ROOTS, Tally, cut_lengths, flip_bits, misplace_files, subject_of
 
 from dcp_engine.storage import read_pipeline, shard_files, verify
 
@@ -17,6 +17,7 @@ def test_all_damage_is_found_and_named() -> None:
     assert outcome.points >= 15_000
     assert outcome.facts["strangers"] == 2 * 5 * 12  # two checkpoints of five files
     assert outcome.points == sum(outcome.facts.values())
+    assert outcome.facts.get("LATEST", 0) >= (1000 if HAS_ROOTS else 0)
 
 
 def test_every_bit_of_64_kib_would_be_flipped() -> None:

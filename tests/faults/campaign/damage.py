@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+from faults.campaign.damage_latest import HAS_ROOTS, damage_latest
 from faults.campaign.damage_subject import Subject
 from faults.campaign.outcome import MAX_BAD, Outcome
 
@@ -65,6 +67,12 @@ class Tally:
         """Report ``text`` unless it holds."""
         if not holds:
             self._report(text)
+
+    def note(self, family: str, fault: str, complaint: str | None) -> None:
+        """Count a fault that somebody else has judged."""
+        self.counts[family] += 1
+        if complaint is not None:
+            self._report(f"{family}, {fault}: {complaint}")
 
     def add(self, other: Tally) -> None:
         """Take over what another has found."""
@@ -272,6 +280,8 @@ def _share(kind: str, seed: int, full: bool, number: int, of: int) -> Tally:
         if number == 0:
             misplace_files(subject, tally)
             add_strangers(subject, tally)
+            if kind == "plain" and HAS_ROOTS:
+                damage_latest(subject.path.parent / "roots", partial(tally.note, "LATEST"))
         tally.require(subject.verify() is None and subject.loads_what_was_saved(), "the restored checkpoint is refused")
     return tally
 
