@@ -21,8 +21,8 @@ from dcp_engine.storage.backends.base import Directory
 from dcp_engine.storage.envelope import Marker, encode_marker, is_shard_name, parse_marker
 from dcp_engine.storage.keys import SecretKey
 from dcp_engine.storage.limits import MAX_MARKER_BYTES
-from dcp_engine.storage.tombstones import RETIRED, is_tombstone, parse_tombstone, retired
 from dcp_engine.storage.signing import sign
+from dcp_engine.storage.tombstones import RETIRED, is_tombstone, parse_tombstone, retired
 
 __all__ = [
     "MANIFEST_NAME",

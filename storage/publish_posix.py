@@ -56,8 +56,8 @@ from dcp_engine.storage.backends.directories import (
 from dcp_engine.storage.backends.failures import PERMISSION_ERRNOS, storage_failure
 from dcp_engine.storage.backends.local import LocalDirectory
 from dcp_engine.storage.envelope import is_nonce
-from dcp_engine.storage.tombstones import RETIRED
 from dcp_engine.storage.keys import SecretKey
+from dcp_engine.storage.tombstones import RETIRED
 
 __all__ = ["PosixPublisher"]
 

@@ -45,8 +45,8 @@ from dcp_engine.storage.backends.answers import Answer
 from dcp_engine.storage.backends.remote import RemoteDirectory
 from dcp_engine.storage.backends.requests import NUM_TIMEOUTS, NUM_TRIES, pause, timed_out
 from dcp_engine.storage.envelope import is_nonce
-from dcp_engine.storage.tombstones import RETIRED
 from dcp_engine.storage.keys import SecretKey
+from dcp_engine.storage.tombstones import RETIRED
 
 __all__ = ["PROBE_NAME", "RemotePublisher"]
 

@@ -85,6 +85,7 @@ class Subject:
         assert sum(map(len, self.contents.values())) >= MIN_BYTES
         self.regions = [Region(*region) for region in regions(self.path)]
         opened = open_checkpoint(self.path)
+        opened.hold.release()
         self._directory = opened.directory
         self._manifest = manifest_of(opened, signing_key=secret_key(self.keys.get("signing_key"), "signing_key"), path=str(self.path))
         self._cipher = cipher_of(self._manifest, secret_key(self.keys.get("encryption_key"), "encryption_key"), path=str(self.path))
