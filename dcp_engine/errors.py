@@ -22,8 +22,11 @@
     │   ├── MissingFileError               a file that the manifest names is not there
     │   ├── TruncatedFileError             a file is shorter or longer than it must be
     │   ├── DigestMismatchError            bytes are not the ones that were written
+    │   ├── SignatureError                 not signed with the reader's key
+    │   ├── DecryptionError                an encrypted block is not the one that was encrypted
     │   ├── MalformedCheckpointError       bytes that no writer of ours produces
     │   └── LimitExceededError             a size beyond the format's limits
+    ├── EncryptionKeyError                 pass the encryption key that the message names
     ├── UntrustedDataError                 opaque (pickled) data, refused unless asked for
     ├── StorageError                       the storage failed; repair it, then try again
     │   ├── StorageFullError               no space or quota left
@@ -304,6 +307,19 @@ class DigestMismatchError(CorruptCheckpointError):
     kind = "digest_mismatch"
 
 
+class SignatureError(CorruptCheckpointError):
+    """The checkpoint is not signed with the reader's key, or not as it is now."""
+
+    kind = "signature"
+    usual_remedy = None  # it depends on whether the checkpoint or the key is the wrong one
+
+
+class DecryptionError(CorruptCheckpointError):
+    """An encrypted block does not authenticate: it was replaced by somebody who could repair its digest, but not its tag."""
+
+    kind = "decryption"
+
+
 class MalformedCheckpointError(CorruptCheckpointError):
     """A structure that breaks a rule of the format."""
 
@@ -315,6 +331,12 @@ class LimitExceededError(CorruptCheckpointError):
 
     kind = "limit_exceeded"
     usual_remedy = None  # a save can meet a limit, too
+
+
+class EncryptionKeyError(DcpEngineError):
+    """The checkpoint's blocks are encrypted and no key was passed, or another one; or a key was passed and they are not."""
+
+    kind = "encryption_key"
 
 
 class UntrustedDataError(DcpEngineError):

@@ -19,7 +19,9 @@ from dcp_engine.errors import (
 )
 from dcp_engine.storage.backends.base import Directory
 from dcp_engine.storage.envelope import Marker, encode_marker, is_shard_name, parse_marker
+from dcp_engine.storage.keys import SecretKey
 from dcp_engine.storage.limits import MAX_MARKER_BYTES
+from dcp_engine.storage.signing import sign
 from dcp_engine.storage.tombstones import RETIRED, is_tombstone, parse_tombstone, retired
 
 __all__ = [
@@ -185,13 +187,18 @@ def check_same_target(target: str, ref: AttemptRef) -> None:
         )
 
 
-def marker_of(nonce: str, data: str, manifest: bytes) -> bytes:
+def marker_of(nonce: str, data: str, manifest: bytes, signing_key: SecretKey | None = None) -> bytes:
     """Content of COMPLETE for a manifest.
 
     Args:
         data: directory, relative to COMPLETE, that holds the other files: ``"."`` or the nonce.
+        signing_key: signs it; ``None``: it is not signed.
+
+    Raises:
+        InvalidOptionError: the key cannot be had.
     """
-    return encode_marker(Marker(nonce=nonce, data=data, manifest_bytes=len(manifest), manifest_sha256=hashlib.sha256(manifest).hexdigest()))
+    marker = Marker(nonce=nonce, data=data, manifest_bytes=len(manifest), manifest_sha256=hashlib.sha256(manifest).hexdigest())
+    return encode_marker(marker if signing_key is None else sign(marker, signing_key))
 
 
 def check_replaceable(path: str, names: Sequence[str], strangers: Sequence[str], *, overwrite: bool) -> None:

@@ -20,7 +20,7 @@ from dcp_engine.errors import (
     TruncatedFileError,
     UnsupportedVersionError,
 )
-from dcp_engine.storage.codecs.zstd import check_frame
+from dcp_engine.storage.codecs.zstd import check_frame, uncompressed_frame
 from dcp_engine.storage.limits import (
     FORMAT_VERSION,
     HEADER_BYTES,
@@ -30,6 +30,7 @@ from dcp_engine.storage.limits import (
     MAX_STRIPES,
     RECORD_BYTES,
     max_record_raw_bytes,
+    min_record_stored_bytes,
 )
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "parse_marker",
     "parse_record",
     "shard_name",
+    "signed_text",
     "split_shard_name",
 ]
 
@@ -192,8 +194,13 @@ class Record:
     sha256: bytes
 
 
-def pack_record(magic: bytes, body: bytes) -> tuple[bytes, bytes]:
+def pack_record(magic: bytes, body: bytes, num_rows: int = 0) -> tuple[bytes, bytes]:
     """Compress a body and describe it.
+
+    Args:
+        magic: of the record.
+        body: what is compressed; less well than could be, where a reader would not believe that so little stands for so much.
+        num_rows: rows in it that count (see ``limits.ROWS_PER_BYTE``).
 
     Returns:
         The record and the compressed body. MANIFEST holds them in this order, a shard's footer in the other.
@@ -202,6 +209,8 @@ def pack_record(magic: bytes, body: bytes) -> tuple[bytes, bytes]:
         LimitExceededError: beyond what a reader would accept.
     """
     stored = zstandard.ZstdCompressor(level=3, write_checksum=False, write_content_size=True, write_dict_id=False).compress(body)
+    if len(stored) < min_record_stored_bytes(len(body), num_rows):
+        stored = uncompressed_frame(body)
     _check_sizes(len(stored), len(body), file=None, path=None)
     record = _RECORD.pack(magic, FORMAT_VERSION, 0, len(stored), len(body), hashlib.sha256(stored).digest())
     return record, stored
@@ -286,12 +295,16 @@ class Marker:
         data: directory that holds MANIFEST and the shards, relative to COMPLETE: ``"."`` or the nonce.
         manifest_bytes: length of the file MANIFEST.
         manifest_sha256: SHA-256 of the whole file MANIFEST, 64 hex digits.
+        key_id: of the key that signed it, 16 hex digits; empty: it is not signed.
+        signature: HMAC-SHA-256 of :func:`signed_text`, 64 hex digits; empty likewise.
     """
 
     nonce: str
     data: str
     manifest_bytes: int
     manifest_sha256: str
+    key_id: str = ""
+    signature: str = ""
 
 
 _MARKER = re.compile(
@@ -300,21 +313,31 @@ _MARKER = re.compile(
     rb"data (\.|[0-9a-f]{32})\n"
     rb"manifest-bytes ([1-9][0-9]{0,18})\n"
     rb"manifest-sha256 ([0-9a-f]{64})\n"
+    rb"(?:key ([0-9a-f]{16})\nsignature ([0-9a-f]{64})\n)?"
     rb"check ([0-9a-f]{64})\n"
 )
 _MARKER_START = re.compile(rb"dcp-engine checkpoint ([1-9][0-9]{0,8})\n")
 
 
+def signed_text(marker: Marker) -> bytes:
+    """What a signature is of: COMPLETE up to the line that holds it."""
+    lines = [
+        f"dcp-engine checkpoint {FORMAT_VERSION}",
+        f"nonce {marker.nonce}",
+        f"data {marker.data}",
+        f"manifest-bytes {marker.manifest_bytes}",
+        f"manifest-sha256 {marker.manifest_sha256}",
+    ]
+    if marker.key_id:
+        lines.append(f"key {marker.key_id}")
+    return "".join(f"{line}\n" for line in lines).encode("ascii")
+
+
 def encode_marker(marker: Marker) -> bytes:
     """The bytes of COMPLETE."""
     assert marker.data in (".", marker.nonce)
-    text = (
-        f"dcp-engine checkpoint {FORMAT_VERSION}\n"
-        f"nonce {marker.nonce}\n"
-        f"data {marker.data}\n"
-        f"manifest-bytes {marker.manifest_bytes}\n"
-        f"manifest-sha256 {marker.manifest_sha256}\n"
-    ).encode("ascii")
+    assert bool(marker.key_id) == bool(marker.signature)
+    text = signed_text(marker) + (f"signature {marker.signature}\n".encode("ascii") if marker.signature else b"")
     return text + b"check " + hashlib.sha256(text).hexdigest().encode("ascii") + b"\n"
 
 
@@ -335,15 +358,15 @@ def parse_marker(data: bytes, *, path: str | None = None) -> Marker:
             "not a completion marker",
             file="COMPLETE",
             path=path,
-            expected="six lines",
+            expected="six lines, or eight with a signature",
             found=f"{len(data)} bytes beginning with {data[:32]!r}",
         )
-    nonce, place, size, sha256, check = (match[index].decode("ascii") for index in range(2, 7))
-    found = hashlib.sha256(data[: match.start(6) - len(b"check ")]).hexdigest()
+    nonce, place, size, sha256, key_id, signature, check = (text.decode("ascii") for text in match.groups(b"")[1:])
+    found = hashlib.sha256(data[: match.start(8) - len(b"check ")]).hexdigest()
     if found != check:
         raise DigestMismatchError("the completion marker is damaged", file="COMPLETE", path=path, expected=check, found=found)
     if place not in (".", nonce):
         raise MalformedCheckpointError(
             "the completion marker names another directory", file="COMPLETE", path=path, expected=f"'.' or {nonce!r}", found=repr(place)
         )
-    return Marker(nonce, place, int(size), sha256)
+    return Marker(nonce, place, int(size), sha256, key_id, signature)

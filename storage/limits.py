@@ -20,6 +20,10 @@ BLOCK_BYTES: Final = 4 << 20
 """Raw bytes of a full block; a multiple of every item size."""
 PACK_BYTES: Final = 64 << 10
 """A chunk smaller than this shares a block with others."""
+TAG_BYTES: Final = 16
+"""What an encrypted block is longer than what was encrypted."""
+KEY_ID_BYTES: Final = 8
+"""Length of what tells one key from another."""
 
 MAX_NAME_BYTES: Final = 4096
 """UTF-8 bytes of the name of an entry."""
@@ -44,8 +48,12 @@ MAX_RECORD_RAW_BYTES: Final = 2 << 30
 """Raw bytes of a manifest or of a footer."""
 FREE_RECORD_RAW_BYTES: Final = 16 << 20
 """Raw bytes that a record may have however small its compressed form is."""
-MAX_RECORD_RATIO: Final = 1024
+MAX_RECORD_RATIO: Final = 128
 """Beyond ``FREE_RECORD_RAW_BYTES`` a record may grow to this many times its compressed form: a small file cannot claim much memory."""
+FREE_ROWS: Final = 1 << 17
+"""Rows of entries, chunks, blocks and aliases, together, that a manifest may have however small it is."""
+ROWS_PER_BYTE: Final = 2
+"""Beyond ``FREE_ROWS`` each compressed byte may stand for this many: a row that takes a bit in the file takes 200 bytes in memory."""
 MAX_MARKER_BYTES: Final = 4096
 """Length of COMPLETE."""
 
@@ -53,3 +61,9 @@ MAX_MARKER_BYTES: Final = 4096
 def max_record_raw_bytes(stored_bytes: int) -> int:
     """Raw bytes that a record of ``stored_bytes`` compressed bytes may have."""
     return min(MAX_RECORD_RAW_BYTES, FREE_RECORD_RAW_BYTES + MAX_RECORD_RATIO * stored_bytes)
+
+
+def min_record_stored_bytes(raw_bytes: int, num_rows: int) -> int:
+    """Compressed bytes that a record of ``raw_bytes`` and ``num_rows`` must at least have."""
+    by_length = -(-max(0, raw_bytes - FREE_RECORD_RAW_BYTES) // MAX_RECORD_RATIO)
+    return max(by_length, -(-max(0, num_rows - FREE_ROWS) // ROWS_PER_BYTE))

@@ -20,7 +20,7 @@ from dcp_engine.storage.dtypes import DtypeInfo
 from dcp_engine.storage.envelope import MANIFEST_MAGIC, open_body, pack_record, parse_record, shard_name
 from dcp_engine.storage.limits import FORMAT_VERSION, HEADER_BYTES, RECORD_BYTES
 from dcp_engine.storage.manifest_checks import check_fields, check_files, untiled_entries
-from dcp_engine.storage.manifest_document import FileRecord, from_document, to_document
+from dcp_engine.storage.manifest_document import FileRecord, from_document, num_rows, to_document
 from dcp_engine.storage.packed_table import PackedTable
 from dcp_engine.storage.shard_table import ShardTable
 from dcp_engine.storage.table import TableBuilder, merge_tables
@@ -235,7 +235,8 @@ class Manifest:
 
     @cached_property
     def _encoded(self) -> bytes:
-        return b"".join(pack_record(MANIFEST_MAGIC, pack_document(to_document(self, self.file_extents))))
+        document = to_document(self, self.file_extents)
+        return b"".join(pack_record(MANIFEST_MAGIC, pack_document(document), num_rows(document)))
 
     @classmethod
     def decode(cls, data: bytes | memoryview, *, path: str | None = None) -> Manifest:
@@ -253,7 +254,7 @@ class Manifest:
         try:
             record = parse_record(bytes(view[:RECORD_BYTES]), MANIFEST_MAGIC, file="MANIFEST")
             body = open_body(record, view[RECORD_BYTES:], file="MANIFEST")
-            return cls(format_version=record.version, **from_document(body))
+            return cls(format_version=record.version, **from_document(body, record.stored_bytes))
         except DcpEngineError as error:
             error.path = path
             error.file = error.file or "MANIFEST"

@@ -12,6 +12,7 @@ from dcp_engine.errors import MalformedCheckpointError
 from dcp_engine.storage import columns
 from dcp_engine.storage.envelope import nonce_bytes, split_shard_name
 from dcp_engine.storage.limits import (
+    FREE_ROWS,
     HEADER_BYTES,
     MAX_BLOCKS,
     MAX_CHUNKS,
@@ -20,14 +21,15 @@ from dcp_engine.storage.limits import (
     MAX_FILES,
     MAX_NAME_BYTES,
     RECORD_BYTES,
+    ROWS_PER_BYTE,
 )
 from dcp_engine.storage.shard_table import ShardTable
-from dcp_engine.storage.table_columns import TABLE_FIELDS, aligned, row_starts
+from dcp_engine.storage.table_columns import TABLE_FIELDS, aligned, check_count, row_starts
 
 if TYPE_CHECKING:
     from dcp_engine.storage.manifest import Manifest
 
-__all__ = ["FileRecord", "from_document", "to_document"]
+__all__ = ["FileRecord", "from_document", "num_rows", "to_document"]
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "writer_version": str,
@@ -43,13 +45,14 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "file_blocks": bytes,
     "file_footer_bytes": bytes,
     "file_footer_sha256": bytes,
-    **TABLE_FIELDS,
+    **{name: kind for name, kind in TABLE_FIELDS.items() if name != "encryption_key_id"},
     "alias_names": bytes,
     "alias_name_bytes": bytes,
     "alias_targets": bytes,
     "planner_data": bytes,
     "skeleton": bytes,
     "metadata": bytes,
+    "encryption_key_id": bytes,
 }
 _SHA256_BYTES = 32
 
@@ -91,6 +94,8 @@ def to_document(manifest: Manifest, extents: npt.NDArray[np.int64]) -> columns.D
     sizes = np.array([file.size_bytes for file in files], dtype=np.int64)
     aliases, alias_bytes = columns.pack_texts(list(manifest.aliases))
     targets = np.array([manifest.entry_id(name) for name in manifest.aliases.values()], dtype=np.int64)
+    table = manifest.table.to_document()
+    key_id = table.pop("encryption_key_id")
     return {
         "writer_version": manifest.writer_version,
         "nonce": nonce_bytes(manifest.nonce),
@@ -105,23 +110,35 @@ def to_document(manifest: Manifest, extents: npt.NDArray[np.int64]) -> columns.D
         "file_blocks": columns.pack_column(np.array([file.num_blocks for file in files], dtype=np.int64), "<u4"),
         "file_footer_bytes": columns.pack_column(sizes - extents - (HEADER_BYTES + RECORD_BYTES), "<u4"),
         "file_footer_sha256": b"".join(file.footer_sha256 for file in files),
-        **manifest.table.to_document(),
+        **table,
         "alias_names": aliases,
         "alias_name_bytes": alias_bytes,
         "alias_targets": columns.pack_column(targets, "<u4"),
         "planner_data": manifest.planner_data,
         "skeleton": manifest.skeleton,
         "metadata": manifest.metadata,
+        "encryption_key_id": key_id,
     }
 
 
-def from_document(body: bytes) -> dict[str, Any]:
+def num_rows(document: columns.Document) -> int:
+    """Rows of entries, chunks, blocks and aliases: what decoding takes memory for."""
+    widths = {"entry_dtypes": 1, "chunk_begins": 1, "block_codecs": 1, "alias_targets": 4}
+    return sum(len(cast("bytes", document[name])) // width for name, width in widths.items())
+
+
+def from_document(body: bytes, stored_bytes: int) -> dict[str, Any]:
     """The fields of a manifest by name, parsed from the document; their meaning is checked by the manifest itself.
+
+    Args:
+        body: the document.
+        stored_bytes: its length as it was compressed, which bounds what it may ask for.
 
     Raises:
         MalformedCheckpointError, LimitExceededError
     """
     document = columns.unpack_document(body, _FIELDS, what="manifest")
+    check_count("rows for the length of the manifest", num_rows(document), FREE_ROWS + ROWS_PER_BYTE * stored_bytes)
     table = ShardTable.from_document(document)
     aliases = columns.unpack_texts(
         cast("bytes", document["alias_names"]),

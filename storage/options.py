@@ -9,11 +9,12 @@ from typing import Final
 
 from dcp_engine.errors import InvalidOptionError, UnsupportedModeError
 from dcp_engine.storage.codecs import CHOICES
+from dcp_engine.storage.digest import DIGESTS
 from dcp_engine.storage.limits import BLOCK_BYTES
 from dcp_engine.storage.records import PipelineOptions
 from dcp_engine.storage.throttle import MIN_BYTES_PER_SEC
 
-__all__ = ["DEFAULT_BYTES_IN_FLIGHT", "LEVELS", "default_threads", "local_ranks", "pipeline_options"]
+__all__ = ["DEFAULT_BYTES_IN_FLIGHT", "LEVELS", "chosen_digest", "default_threads", "local_ranks", "pipeline_options"]
 
 LEVELS: Final = range(1, 23)
 """zstd levels that the format's writers accept."""
@@ -42,6 +43,7 @@ def pipeline_options(
     verify: bool = True,
     size_target: float | None = None,
     max_bytes_per_sec: float | None = None,
+    digest: str = "xxh3",
 ) -> PipelineOptions:
     """Validated options.
 
@@ -53,6 +55,7 @@ def pipeline_options(
         verify: check block digests on read.
         size_target: share of the raw bytes, from 0 to 1, that "auto" compresses for even where that takes longer.
         max_bytes_per_sec: cap on writing, at least :data:`dcp_engine.storage.throttle.MIN_BYTES_PER_SEC`.
+        digest: one of :data:`dcp_engine.storage.digest.DIGESTS`.
 
     Raises:
         InvalidOptionError: naming the option, what it was and what is valid.
@@ -79,6 +82,8 @@ def pipeline_options(
         raise InvalidOptionError("level is out of range", expected="an int from 1 to 22", found=repr(level))
     if not isinstance(verify, bool):
         raise InvalidOptionError("verify is not a bool", expected="True or False", found=repr(verify))
+    if not isinstance(digest, str) or digest not in DIGESTS:
+        raise InvalidOptionError("unknown digest", expected=f"one of {', '.join(DIGESTS)}", found=repr(digest)[:300])
     _check_size_target(size_target, codec)
     _check_cap(max_bytes_per_sec)
     return PipelineOptions(
@@ -89,7 +94,21 @@ def pipeline_options(
         verify=verify,
         size_target=size_target,
         max_bytes_per_sec=max_bytes_per_sec,
+        digest=DIGESTS[digest],
     )
+
+
+def chosen_digest(digest: str | None, *, signed: bool) -> str:
+    """The kind of digest for what a user has asked for.
+
+    Raises:
+        InvalidOptionError: a signature of checksums that anybody can forge would vouch for nothing.
+    """
+    if signed and digest not in (None, "sha256"):
+        raise InvalidOptionError(
+            "a signature needs digests that cannot be forged", expected='digest="sha256" with signing_key', found=f"digest={digest!r}"[:300]
+        )
+    return digest if digest is not None else "sha256" if signed else "xxh3"
 
 
 def _check_size_target(size_target: float | None, codec: str) -> None:

@@ -29,7 +29,7 @@ __all__ = ["PackedTable"]
 
 _ENTRIES = dict.fromkeys(ENTRY_FIELDS, bytes)
 _LAYOUT = dict.fromkeys(LAYOUT_FIELDS, bytes)
-_OWN = dict.fromkeys(("chunk_offsets", *BLOCK_FIELDS), bytes)
+_OWN = dict.fromkeys(("chunk_offsets", *BLOCK_FIELDS), bytes)  # one of them a key's id, which is bytes, too
 
 
 @dataclass(frozen=True, slots=True)

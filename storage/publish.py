@@ -29,6 +29,7 @@ from dcp_engine.storage.backends.directories import file_kind, name_exists
 from dcp_engine.storage.backends.failures import storage_failure
 from dcp_engine.storage.envelope import Marker, is_nonce
 from dcp_engine.storage.holds import Hold, hold_for_reading
+from dcp_engine.storage.keys import SecretKey
 from dcp_engine.storage.limits import MAX_RECORD_STORED_BYTES, RECORD_BYTES
 from dcp_engine.storage.publish_posix import PosixPublisher
 from dcp_engine.storage.steps import parse_step_name
@@ -58,6 +59,7 @@ def open_publisher(
     storage_options: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     fence: Fence | None = None,
+    signing_key: SecretKey | None = None,
 ) -> Publisher:
     """A publisher for one checkpoint. Cheap: nothing is looked at before ``begin``.
 
@@ -66,16 +68,17 @@ def open_publisher(
         storage_options: keyword arguments of the fsspec file system; ignored for local paths.
         overwrite: replace a checkpoint that is there already, once the new one is complete.
         fence: asked before anything is published.
+        signing_key: signs COMPLETE; ``None``: it is not signed.
 
     Raises:
         InvalidOptionError: the path cannot be one.
     """
     location = locate(path)
     if not location.remote:
-        return PosixPublisher(location, overwrite=overwrite, fence=fence)
+        return PosixPublisher(location, overwrite=overwrite, fence=fence, signing_key=signing_key)
     from dcp_engine.storage.publish_remote import RemotePublisher  # fsspec is only paid for where it is used
 
-    return RemotePublisher(location, storage_options=storage_options, overwrite=overwrite, fence=fence)
+    return RemotePublisher(location, storage_options=storage_options, overwrite=overwrite, fence=fence, signing_key=signing_key)
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> OpenCheckpoint:

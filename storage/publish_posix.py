@@ -56,6 +56,7 @@ from dcp_engine.storage.backends.directories import (
 from dcp_engine.storage.backends.failures import PERMISSION_ERRNOS, storage_failure
 from dcp_engine.storage.backends.local import LocalDirectory
 from dcp_engine.storage.envelope import is_nonce
+from dcp_engine.storage.keys import SecretKey
 from dcp_engine.storage.tombstones import RETIRED
 
 __all__ = ["PosixPublisher"]
@@ -85,12 +86,15 @@ _POLL_SECS = 0.25
 class PosixPublisher:
     """See :class:`~dcp_engine.storage.attempts.Publisher`. No I/O on construction."""
 
-    def __init__(self, location: Location, *, overwrite: bool = False, fence: Fence | None = None) -> None:
+    def __init__(
+        self, location: Location, *, overwrite: bool = False, fence: Fence | None = None, signing_key: SecretKey | None = None
+    ) -> None:
         self._target = location.path
         self._parent = os.path.dirname(location.path)
         self._name = location.name
         self._overwrite = overwrite
         self._fence = fence
+        self._signing_key = signing_key
         self._uncertain: set[str] = set()
 
     @property
@@ -170,7 +174,7 @@ class PosixPublisher:
         with self._explained(ref):
             directory = LocalDirectory(ref.attempt)
             check_reported(ref.attempt, files, [directory.file_size(name) for name, _ in files], directory.names())
-            for name, content in ((MANIFEST_NAME, manifest), (MARKER_NAME, marker_of(ref.nonce, ".", manifest))):
+            for name, content in ((MANIFEST_NAME, manifest), (MARKER_NAME, marker_of(ref.nonce, ".", manifest, self._signing_key))):
                 write_whole(directory, name, content)
                 self.seal(ref)
         retired = self._publish(ref)

@@ -45,6 +45,7 @@ from dcp_engine.storage.backends.answers import Answer
 from dcp_engine.storage.backends.remote import RemoteDirectory
 from dcp_engine.storage.backends.requests import NUM_TIMEOUTS, NUM_TRIES, pause, timed_out
 from dcp_engine.storage.envelope import is_nonce
+from dcp_engine.storage.keys import SecretKey
 from dcp_engine.storage.tombstones import RETIRED
 
 __all__ = ["PROBE_NAME", "RemotePublisher"]
@@ -87,11 +88,13 @@ class RemotePublisher:
         storage_options: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         fence: Fence | None = None,
+        signing_key: SecretKey | None = None,
     ) -> None:
         self._target = location.path
         self._storage_options = dict(storage_options or {})
         self._overwrite = overwrite
         self._fence = fence
+        self._signing_key = signing_key
         self._uncertain: set[str] = set()
         self._known: dict[str, tuple[str, ...]] = {}
 
@@ -135,7 +138,7 @@ class RemotePublisher:
         if self._fence is not None:
             self._fence.check()
         try:
-            self._publish(directory, ref, marker_of(ref.nonce, ref.nonce, manifest), condition)
+            self._publish(directory, ref, marker_of(ref.nonce, ref.nonce, manifest, self._signing_key), condition)
         except ConcurrentCommitError:
             if self._fence is not None:
                 self._fence.check()  # a newer epoch revoked this attempt: that says more

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from dcp_engine.errors import DcpEngineError, DigestMismatchError, MalformedCheckpointError
+from dcp_engine.errors import DcpEngineError, DecryptionError, DigestMismatchError, MalformedCheckpointError
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.codecs import RAW, Scratch, decode_block
-from dcp_engine.storage.digest import BlockDigest, block_digest
-from dcp_engine.storage.limits import BLOCK_BYTES
+from dcp_engine.storage.digest import DigestValue, digest_of_column
+from dcp_engine.storage.limits import BLOCK_BYTES, TAG_BYTES
 from dcp_engine.storage.ranges import grouped_by_size
 from dcp_engine.storage.read_plan import BlockPlan, Span, plan_reads, read_budget
 from dcp_engine.storage.read_targets import Wanted, open_target
@@ -28,6 +28,7 @@ from dcp_engine.storage.workers import WorkerPool
 if TYPE_CHECKING:
     from dcp_engine.storage.backends.base import ReadFile
     from dcp_engine.storage.dtypes import DtypeInfo
+    from dcp_engine.storage.encryption import BlockCipher
     from dcp_engine.storage.manifest import Manifest
     from dcp_engine.storage.read_whole import WholeTargets
 
@@ -54,7 +55,7 @@ def read_chunks(
         open_file: opens a shard file by name.
         requests: boxes within chunks; any number per chunk, in any order.
         whole: whole chunks beside them, which are neither opened nor committed.
-        options: ``verify`` and ``bytes_in_flight`` are used.
+        options: ``verify``, ``cipher`` and ``bytes_in_flight`` are used.
         pool: does all the work; the calling thread waits.
         path: directory of the checkpoint, for messages.
 
@@ -93,11 +94,11 @@ class _Job:
     plan: BlockPlan
     codec: int
     raw_bytes: int
-    digest: int
+    digest: DigestValue
     extent: int
     parts: list[memoryview]
     padding: memoryview
-    found_digest: int | None = None
+    found_digest: DigestValue | None = None
     in_place: bool = False
 
 
@@ -130,6 +131,8 @@ class SpanReader:
         self._whole = whole
         self._block_offsets = block_offsets
         self._verify = options.verify
+        self._cipher = options.cipher
+        self._digest = digest_of_column(manifest.table.block_digests)
         self._path = path
         self._count_lock = threading.Lock()
         self._commit_lock = threading.Lock()
@@ -147,7 +150,7 @@ class SpanReader:
                     plan = job.plan
                     self._check(job, span)
                     if not job.in_place:
-                        self._deliver(job, scratch)
+                        self._deliver(job, span, scratch)
                     self._finish(plan)
         except Exception as error:
             self._add_place(error, span, plan)
@@ -177,7 +180,7 @@ class SpanReader:
             middle, end = begin + stored_bytes, begin + extent
             job = _Job(plan, codec, raw_bytes, digest, extent, [buffer[begin:middle]], buffer[middle:end])
             begin = end
-            if codec == RAW:
+            if codec == RAW and self._cipher is None:
                 self._read_in_place(job)
             jobs.append(job)
         return jobs
@@ -213,10 +216,10 @@ class SpanReader:
             parts = [part for job in group for part in (*job.parts, job.padding) if len(part)]
             file.read_into(position, parts)
             for job in group:
-                job.found_digest = block_digest(*job.parts) if self._verify else None
+                job.found_digest = self._digest.of(*job.parts) if self._verify else None
             return position + sum(map(len, parts))
         (job,) = group
-        digest = BlockDigest()
+        digest = self._digest.begin()
         piece_bytes, end = file.piece_bytes, position + job.extent
         reads = [[part[begin : begin + piece_bytes]] for part in job.parts for begin in range(0, len(part), piece_bytes)]
         if len(job.padding):
@@ -237,19 +240,26 @@ class SpanReader:
         if job.found_digest is not None and job.found_digest != job.digest:
             raise DigestMismatchError(
                 f"the stored bytes of {self._describe(job, span)} are damaged",
-                expected=f"{job.digest:016x}",
-                found=f"{job.found_digest:016x}",
+                expected=self._digest.text(job.digest),
+                found=self._digest.text(job.found_digest),
             )
 
-    def _deliver(self, job: _Job, scratch: Scratch) -> None:
-        """Decode a block that was read to a buffer, and copy what is wanted of it."""
+    def _deliver(self, job: _Job, span: Span, scratch: Scratch) -> None:
+        """Decrypt and decode a block that was read to a buffer, and copy what is wanted of it."""
         stored = job.parts[0]
         dtype = self._dtype_of(job.plan)
-        if job.codec != RAW:
+        if job.codec != RAW or self._cipher is not None:
             run = self._run_of(job)
-            if run is not None and len(run[1]) == job.raw_bytes:
-                decode_block(job.codec, stored, run[1], dtype, scratch)
+            whole = run[1] if run is not None and len(run[1]) == job.raw_bytes else None
+            if self._cipher is not None:
+                is_done = job.codec == RAW and whole is not None
+                stored = self._decrypt(job, span, self._cipher, scratch, whole if is_done else None)
+                if is_done:
+                    return
+            if job.codec != RAW and whole is not None:
+                decode_block(job.codec, stored, whole, dtype, scratch)
                 return
+        if job.codec != RAW:
             decoded = scratch.buffer("block", job.raw_bytes).data
             decode_block(job.codec, stored, decoded, dtype, scratch)
             stored = decoded
@@ -266,6 +276,19 @@ class SpanReader:
             first = item.block_offset // itemsize
             start, num_elements = _chunk_range(job, item, itemsize)
             item.scatter(carrier, elements[first : first + num_elements], start)
+
+    def _decrypt(self, job: _Job, span: Span, cipher: BlockCipher, scratch: Scratch, out: memoryview | None) -> memoryview:
+        """What a block was before it was encrypted: in ``out``, or else in the scratch."""
+        (stored,) = job.parts
+        if out is None:
+            out = scratch.buffer("opened", len(stored) - TAG_BYTES).data
+        first = int(np.searchsorted(self._manifest.block_file, span.file))
+        try:
+            cipher.of_file(self._manifest.files[span.file].name).open(job.plan.block - first, stored, out)
+        except DecryptionError as error:
+            error.message = f"{error.message}: {self._describe(job, span)}"
+            raise
+        return out
 
     def _finish(self, plan: BlockPlan) -> None:
         """Count the block off its requests, and commit those that are complete."""

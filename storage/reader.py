@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -16,9 +15,11 @@ from torch.futures import Future
 
 from dcp_engine.errors import CorruptCheckpointError, DcpEngineError, InvalidOptionError, RankDisagreementError, StorageError
 from dcp_engine.storage import dcp_records
+from dcp_engine.storage.access import cipher_of, manifest_of
 from dcp_engine.storage.backends import is_supported_path, locate
 from dcp_engine.storage.dcp_metadata import ManifestIndex, ManifestMetadata, metadata_of_manifest
-from dcp_engine.storage.manifest import Manifest
+from dcp_engine.storage.encryption import BlockCipher, encryption_key_of
+from dcp_engine.storage.keys import KeySource, secret_key
 from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
 from dcp_engine.storage.publish import OpenCheckpoint, attach_checkpoint, open_checkpoint, require_unchanged
 from dcp_engine.storage.rank_group import RankGroup, check_group
@@ -72,6 +73,10 @@ class ShardReader(StorageReader):
             may use it during the load, and ``None`` stands for the default group where ``torch.distributed`` is initialised.
         storage_options: keyword arguments of the fsspec file system of a URL, and ``request_timeout_secs``: how long it may take to answer
             one request, and a second more for each MiB; 60 where it is not given.
+        signing_key: refuse checkpoints that were not signed with this key: its bytes (16 or more), the path of a file whose whole content
+            it is, or a callable that returns it, asked at every load. ``None``: anybody may have written them.
+        encryption_key: what the blocks are encrypted with, likewise. Needs the extra ``crypto``. A checkpoint that is not encrypted is
+            refused then. Neither key is shown, stored or pickled, but for ``multiprocessing``.
 
     Raises:
         InvalidOptionError: an option is out of range, or ``process_group`` cannot carry what ``broadcast`` would send.
@@ -90,9 +95,13 @@ class ShardReader(StorageReader):
         allow_opaque: bool = False,
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        signing_key: KeySource | None = None,
+        encryption_key: KeySource | None = None,
     ) -> None:
         super().__init__()
         self._options = pipeline_options(threads=threads, bytes_in_flight=bytes_in_flight, verify=verify)
+        self._signing_key = secret_key(signing_key, "signing_key")
+        self._encryption_key = encryption_key_of(encryption_key)
         for name, value in (("allow_opaque", allow_opaque), ("broadcast", broadcast)):
             if not isinstance(value, bool):
                 raise InvalidOptionError(f"{name} is not a bool", expected="True or False", found=repr(value)[:300])
@@ -104,7 +113,7 @@ class ShardReader(StorageReader):
         self._storage_options = dict(storage_options or {})
         self._path: str | None = None if path is None else locate(path).path
         self._rank: int | None = None
-        self._opened: tuple[OpenCheckpoint, ManifestMetadata] | None = None
+        self._opened: tuple[OpenCheckpoint, ManifestMetadata, BlockCipher | None] | None = None
         self._failure: DcpEngineError | None = None
 
     # -- DCP's calls ------------------------------------------------------------------------------------------------------
@@ -125,7 +134,8 @@ class ShardReader(StorageReader):
 
         Raises:
             CheckpointNotFoundError, IncompleteCheckpointError: there is none; the message says what is there.
-            CorruptCheckpointError kinds, UnsupportedVersionError, StorageError kinds.
+            CorruptCheckpointError kinds, SignatureError among them; UnsupportedVersionError, StorageError kinds.
+            EncryptionKeyError: its blocks are encrypted, and the key was not passed.
         """
         if "rank" in kwargs and self._failure is not None:
             self._rank = kwargs["rank"]
@@ -234,13 +244,13 @@ class ShardReader(StorageReader):
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner, index: ManifestIndex) -> None:
         assert self._opened is not None
-        opened, opened_metadata = self._opened
+        opened, opened_metadata, cipher = self._opened
 
         def prepare() -> tuple[list[ReadRequest], WholeTargets | None]:
             items, whole = dcp_records.split_items(plan.items, opened_metadata.stored_tensors, index)
             return dcp_records.requests_of_plan(items, planner, index, allow_opaque=self._allow_opaque), whole
 
-        source, options = (index.manifest, opened.directory.open), self._options
+        source, options = (index.manifest, opened.directory.open), replace(self._options, cipher=cipher)
         group = self._group() if self._broadcast else None
         try:
             with WorkerPool(options.threads) as pool:
@@ -264,7 +274,7 @@ class ShardReader(StorageReader):
             return dist.group.WORLD
         return self._process_group
 
-    def _open(self) -> tuple[OpenCheckpoint, ManifestMetadata]:
+    def _open(self) -> tuple[OpenCheckpoint, ManifestMetadata, BlockCipher | None]:
         if self._path is None:
             raise InvalidOptionError("no path to read from", remedy="pass ShardReader(path) or dcp.load(..., checkpoint_id=path)")
         group = self._group()
@@ -273,12 +283,13 @@ class ShardReader(StorageReader):
         else:
             opened = self._open_together(self._path, group)
         try:
-            manifest = Manifest.decode(opened.manifest_bytes, path=self._path)
+            manifest = manifest_of(opened, signing_key=self._signing_key, path=self._path)
+            cipher = cipher_of(manifest, self._encryption_key, path=self._path)
         except BaseException:
             opened.hold.release()
             raise
-        digest = hashlib.sha256(opened.manifest_bytes).hexdigest()
-        return opened, metadata_of_manifest(manifest, path=self._path, manifest_sha256=digest)
+        metadata = metadata_of_manifest(manifest, path=self._path, manifest_sha256=opened.marker.manifest_sha256)
+        return opened, metadata, cipher
 
     def _open_together(self, path: str, group: dist.ProcessGroup) -> OpenCheckpoint:
         """The lowest rank of the group reads, all others take its word, or its error."""

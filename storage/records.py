@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from dcp_engine.storage.digest import XXH3, DigestKind
 from dcp_engine.storage.packed_chunks import PackedChunks
 
 if TYPE_CHECKING:
     from dcp_engine.storage.dtypes import DtypeInfo
+    from dcp_engine.storage.encryption import BlockCipher
     from dcp_engine.storage.packed_table import PackedTable
     from dcp_engine.storage.table import TableBuilder
 
@@ -90,6 +92,8 @@ class PipelineOptions:
         size_target: share of their raw bytes that a rank's files may have before "auto" compresses whatever it takes; ``None``: no matter
             (writing only).
         max_bytes_per_sec: cap on what the rank writes, all its files and threads together; ``None``: none (writing only).
+        digest: kind of the blocks' digests (writing only).
+        cipher: encrypts or decrypts all blocks; ``None``: they are not encrypted. Set for one save or load.
     """
 
     threads: int
@@ -99,6 +103,8 @@ class PipelineOptions:
     verify: bool
     size_target: float | None = None
     max_bytes_per_sec: float | None = None
+    digest: DigestKind = XXH3
+    cipher: BlockCipher | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from dcp_engine.storage.limits import (
     MAX_ELEMENTS,
     MAX_ENTRIES,
     PACK_BYTES,
+    TAG_BYTES,
 )
 from dcp_engine.storage.table_columns import (
     TABLE_FIELDS,
@@ -62,7 +63,7 @@ class ShardTable(TableColumns):
         chunk_num_blocks: blocks that the chunk spans, at least 1.
         chunk_block_offset: where the chunk begins in the raw bytes of its first block.
         block_raw_bytes: raw bytes of each block.
-        block_stored_bytes: bytes of each block as stored, without padding.
+        block_stored_bytes: bytes of each block as stored, without padding; with the tag, where it is encrypted.
 
     Raises:
         MalformedCheckpointError: the columns contradict each other or the format. LimitExceededError: a size beyond the limits.
@@ -148,7 +149,7 @@ class ShardTable(TableColumns):
         saved, plain = self.block_saved_bytes, self.block_codecs == RAW
         require(not bool(saved[plain].any()), "a raw block of another length than its chunks")
         require(bool(((saved >= 1) & (saved < raw))[~plain].all()), "a compressed block that is empty or not smaller")
-        self._set(block_raw_bytes=raw, block_stored_bytes=raw - saved)
+        self._set(block_raw_bytes=raw, block_stored_bytes=raw - saved + (TAG_BYTES if self.encryption_key_id else 0))
 
     def shape(self, entry: int) -> tuple[int, ...]:
         """Global shape of an entry."""

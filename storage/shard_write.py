@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from dcp_engine.storage.codec_gauge import CodecGauge
 from dcp_engine.storage.codecs import NAMES
 from dcp_engine.storage.envelope import FOOTER_MAGIC, header_bytes, pack_record, shard_name
 from dcp_engine.storage.footer import Footer, encode_footer
-from dcp_engine.storage.limits import BLOCK_BYTES, HEADER_BYTES, PACK_BYTES
+from dcp_engine.storage.limits import BLOCK_BYTES, HEADER_BYTES, PACK_BYTES, TAG_BYTES
 from dcp_engine.storage.packed_table import PackedTable
 from dcp_engine.storage.ranges import grouped_by_size
 from dcp_engine.storage.records import ChunkSource, PipelineOptions, ShardReceipt, Source
@@ -73,7 +73,7 @@ class ShardWrite:
     Args:
         spec: what to write.
         create: makes the new, empty file of a name. Called once, with the first batch.
-        options: ``codec``, ``level`` and ``bytes_in_flight`` (of this file alone) are used.
+        options: ``codec``, ``level``, ``digest``, ``cipher`` and ``bytes_in_flight`` (of this file alone) are used.
         pool: lends scratch memory; its threads write.
         gauge: says for every batch whether to compress; ``None``: always, unless the codec is raw.
 
@@ -94,7 +94,9 @@ class ShardWrite:
         self._options = options
         self._pool = pool
         self._gauge = gauge
-        self._is_raw = options.codec == "raw"
+        self._cipher = None if options.cipher is None else options.cipher.of_file(spec.name)
+        # What is encrypted takes the way of what is encoded: through memory of ours.
+        self._is_raw = options.codec == "raw" and self._cipher is None
         # Writers of one file take turns in the kernel: a second one only loads and digests meanwhile.
         self._most_workers = min(_WORKERS_OF_A_RAW_FILE, pool.threads) if self._is_raw else pool.threads
         # Enough to keep every worker busy while one of them writes what others have left to it.
@@ -104,14 +106,11 @@ class ShardWrite:
         self._opening = threading.Lock()
         self._places = Places(HEADER_BYTES)
         batch_bytes = max(PACK_BYTES, min(_RAW_BATCH_BYTES if self._is_raw else BLOCK_BYTES, options.bytes_in_flight // 4))
-        self._batches = (
-            Batch(index, blocks)
-            for index, blocks in enumerate(grouped_by_size(blocks_of(spec.sources), attrgetter("raw_bytes"), batch_bytes))
-        )
+        self._batches = _batches_of(spec.sources, batch_bytes, 0 if self._cipher is None else TAG_BYTES)
         self._taken: deque[Batch] = deque()
         # A file without blocks has one batch without blocks, so that somebody writes its header and its footer.
         self._next: Batch | None = next(self._batches, None) or Batch(0, [])
-        self._table = TableBuilder()
+        self._table = TableBuilder(options.digest, b"" if options.cipher is None else options.cipher.key_id)
         self._raw_bytes = self._stored_bytes = 0
         self._raw_bytes_by_codec: Counter[str] = Counter()
 
@@ -140,8 +139,8 @@ class ShardWrite:
         for block in batch.blocks:
             self.bytes_left -= block.raw_bytes
             self._bytes_in_flight += self._cost(block)
-        batch.compress = not self._is_raw and (self._gauge is None or self._gauge.compresses())
-        if not batch.compress:
+        batch.compress = self._options.codec != "raw" and (self._gauge is None or self._gauge.compresses())
+        if not batch.compress and self._cipher is None:
             # Its length is known now: those after it need not wait to hear where they begin.
             self._places.place_next(batch, batch.raw_extent())
         self._taken.append(batch)
@@ -151,9 +150,9 @@ class ShardWrite:
         """Encode, digest and write a batch. It is on its way then: written by this call, or by that of a batch before it."""
         file = self._opened()
         if batch.position is None:
-            write_encoded(batch, file, self._places, self._options, self._pool)
+            write_encoded(batch, file, self._places, self._options, self._pool, self._cipher)
         else:
-            write_raw(batch, file)
+            write_raw(batch, file, self._options.digest)
 
     def put_back(self, batch: Batch) -> bool:
         """Record what became of a batch; returns whether the whole file is written, but for its footer: call :meth:`finish` then."""
@@ -214,14 +213,14 @@ class ShardWrite:
             return self._file
 
     def _record(self, batch: Batch) -> None:
-        for block, (stored_bytes, codec, digest) in zip(batch.blocks, batch.stored, strict=True):
-            index = self._table.add_block(block.raw_bytes, stored_bytes, codec, digest)
+        for block, (encoded_bytes, codec, digest) in zip(batch.blocks, batch.stored, strict=True):
+            index = self._table.add_block(block.raw_bytes, encoded_bytes, codec, digest)
             offset = 0
             for source in block.sources:
                 source.record(self._table, index, offset)
                 offset += source.nbytes
             self._raw_bytes += block.raw_bytes
-            self._stored_bytes += stored_bytes
+            self._stored_bytes += encoded_bytes + batch.tag_bytes
             self._raw_bytes_by_codec[NAMES[codec]] += block.raw_bytes
             self._bytes_in_flight -= self._refund(block)
             if block.shared is not None and block.is_last:
@@ -230,7 +229,7 @@ class ShardWrite:
             assert batch.position is not None
             assert self._file is not None
             raw_bytes = sum(block.raw_bytes for block in batch.blocks)
-            stored_bytes = sum(stored_bytes for stored_bytes, _, _ in batch.stored)
+            stored_bytes = sum(encoded_bytes for encoded_bytes, _, _ in batch.stored)
             self._gauge.add(batch.work, raw_bytes, stored_bytes, self._file, batch.position + batch.extent())
         if batch.scratch is not None:
             self._pool.return_scratch(batch.scratch)
@@ -253,3 +252,10 @@ class ShardWrite:
         assert block.shared is not None
         # The whole bound for one huge chunk would leave no room for its own encoded blocks, and the workers would take turns.
         return min(block.shared.source.nbytes, self._options.bytes_in_flight // 2)
+
+
+def _batches_of(sources: Sequence[Source], batch_bytes: int, tag_bytes: int) -> Generator[Batch, None, None]:
+    first_block = 0
+    for index, blocks in enumerate(grouped_by_size(blocks_of(sources), attrgetter("raw_bytes"), batch_bytes)):
+        yield Batch(index, blocks, first_block, tag_bytes=tag_bytes)
+        first_block += len(blocks)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_engine.errors import PlanError
+from dcp_engine.storage.digest import XXH3, DigestKind, DigestValue, digest_of_column
 from dcp_engine.storage.shard_table import ShardTable
 from dcp_engine.storage.table_columns import TableColumns, check_name, require, row_starts
 
@@ -28,15 +29,21 @@ _Chunk = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
 class TableBuilder:
     """Collects what is written to one shard file.
 
+    Args:
+        digest: kind of the blocks' digests.
+        encryption_key_id: of the key that all blocks are encrypted with; empty: none.
+
     Thread-safety: none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, digest: DigestKind = XXH3, encryption_key_id: bytes = b"") -> None:
+        self._digest = digest
+        self._encryption_key_id = encryption_key_id
         self._index: dict[str, int] = {}
         self._entries: list[tuple[int, tuple[int, ...]]] = []
         self._chunks: list[_Chunk] = []
         self._packed: list[tuple[int, int, PackedChunks]] = []
-        self._blocks: list[tuple[int, int, int, int]] = []
+        self._blocks: list[tuple[int, int, int, DigestValue]] = []
 
     def add_entry(self, name: str, dtype_code: int, shape: tuple[int, ...]) -> int:
         """Make an entry known; needed by itself only for entries without elements, which have no chunks.
@@ -57,19 +64,19 @@ class TableBuilder:
             _refuse_entry(name, self._entries[known], (dtype_code, shape))
         return known
 
-    def add_block(self, raw_bytes: int, stored_bytes: int, codec: int, digest: int) -> int:
+    def add_block(self, raw_bytes: int, encoded_bytes: int, codec: int, digest: DigestValue) -> int:
         """Record the next block of the file.
 
         Args:
             raw_bytes: length before encoding.
-            stored_bytes: length as stored, without padding.
+            encoded_bytes: length after it, without padding and before encryption.
             codec: code of the codec.
             digest: of the stored bytes.
 
         Returns:
             Its index in the file.
         """
-        self._blocks.append((raw_bytes, stored_bytes, codec, digest))
+        self._blocks.append((raw_bytes, encoded_bytes, codec, digest))
         return len(self._blocks) - 1
 
     def add_chunk(
@@ -117,7 +124,7 @@ class TableBuilder:
         names = self._names()
         packed = [chunks for _, _, chunks in self._packed]
         blocks, block_offsets, entries, offsets, sizes = self._chunk_columns()
-        raw, stored, codecs, digests = zip(*self._blocks, strict=True) if self._blocks else ((), (), (), ())
+        raw, encoded, codecs, digests = zip(*self._blocks, strict=True) if self._blocks else ((), (), (), ())
         table = ShardTable(
             names=names,
             entry_dtypes=np.repeat(
@@ -133,8 +140,9 @@ class TableBuilder:
             chunk_sizes=sizes,
             chunk_begins=block_offsets == 0,
             block_codecs=np.array(codecs, dtype=np.uint8),
-            block_saved_bytes=np.array(raw, dtype=np.int64) - np.array(stored, dtype=np.int64),
-            block_digests=np.array(digests, dtype=np.uint64),
+            block_saved_bytes=np.array(raw, dtype=np.int64) - np.array(encoded, dtype=np.int64),
+            block_digests=self._digest.column(digests),
+            encryption_key_id=self._encryption_key_id,
         )
         assert table.block_raw_bytes.tolist() == list(raw), "blocks were recorded with other lengths than their chunks have"
         assert np.array_equal(table.chunk_first_block, blocks), "chunks were recorded in other blocks"
@@ -219,6 +227,7 @@ def merge_tables(tables: Sequence[TableColumns]) -> tuple[ShardTable, list[int],
     for table in tables:
         if (place := (*_entries_of(table), id(table.chunk_entries))) not in owners:
             owners[place] = ids[_entries_of(table)][table.chunk_entries]
+    digests, key_id = _united_protection(tables)
     merged = ShardTable(
         names=list(index),
         **_united_entries(list(index), list(distinct.values()), np.concatenate(list(ids.values()))),
@@ -228,9 +237,29 @@ def merge_tables(tables: Sequence[TableColumns]) -> tuple[ShardTable, list[int],
         chunk_begins=np.concatenate([table.chunk_begins for table in tables]),
         block_codecs=np.concatenate([table.block_codecs for table in tables]),
         block_saved_bytes=np.concatenate([table.block_saved_bytes for table in tables]),
-        block_digests=np.concatenate([table.block_digests for table in tables]),
+        block_digests=digests,
+        encryption_key_id=key_id,
     )
     return merged, [len(table.block_codecs) for table in tables], [len(table.chunk_entries) for table in tables]
+
+
+def _united_protection(tables: Sequence[TableColumns]) -> tuple[npt.NDArray[Any], bytes]:
+    """The digests of all blocks, and the key that they are encrypted with; tables without blocks have no say.
+
+    Raises:
+        PlanError: ranks were given different kinds of digests, or different keys.
+    """
+    filled = [table for table in tables if len(table.block_codecs)] or tables[:1]
+    found = {(digest_of_column(table.block_digests).name, table.encryption_key_id) for table in filled}
+    if len(found) > 1:
+        described = [f"{name} digests, {f'encryption key {key_id.hex()}' if key_id else 'not encrypted'}" for name, key_id in sorted(found)]
+        raise PlanError(
+            "ranks protect their blocks in different ways",
+            expected="one kind of digest and one encryption key",
+            found="; ".join(described),
+            remedy="pass the same digest, signing_key and encryption_key on every rank",
+        )
+    return np.concatenate([table.block_digests for table in filled]), filled[0].encryption_key_id
 
 
 def _entries_of(table: TableColumns) -> tuple[int, ...]:

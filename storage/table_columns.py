@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from dcp_engine.errors import LimitExceededError, MalformedCheckpointError
 from dcp_engine.storage import columns
-from dcp_engine.storage.limits import ALIGN_BYTES, MAX_BLOCKS, MAX_CHUNKS, MAX_ENTRIES, MAX_NAME_BYTES
+from dcp_engine.storage.digest import SHA256, XXH3, digest_of_column
+from dcp_engine.storage.limits import ALIGN_BYTES, KEY_ID_BYTES, MAX_BLOCKS, MAX_CHUNKS, MAX_ENTRIES, MAX_NAME_BYTES
 
 __all__ = [
     "BLOCK_FIELDS",
@@ -45,12 +46,12 @@ ENTRY_FIELDS = ("entry_names", "entry_name_bytes", "entry_dtypes", "entry_dims",
 """What a document says of entries."""
 LAYOUT_FIELDS = ("chunk_entries", "chunk_sizes", "chunk_begins")
 """What it says of chunks that the ranks of one sharding have in common."""
-BLOCK_FIELDS = ("block_saved", "block_codecs", "block_digests")
+BLOCK_FIELDS = ("block_saved", "block_codecs", "block_digests", "encryption_key_id")
 """What it says of blocks."""
 TABLE_FIELDS: dict[str, type] = dict.fromkeys(
     (*ENTRY_FIELDS, "chunk_entries", "chunk_offsets", "chunk_sizes", "chunk_begins", *BLOCK_FIELDS), bytes
 )
-"""The fields of a table in a document, in their order; all of them columns."""
+"""The fields of a table in a document, in their order; all of them columns but the last."""
 
 
 def require(holds: bool, fault: str) -> None:
@@ -166,7 +167,8 @@ class TableColumns:
         chunk_begins: whether the chunk begins a block.
         block_codecs: u8 codec of each block.
         block_saved_bytes: raw less stored bytes of each block: zero for raw blocks, else more.
-        block_digests: u64 digest of each block's stored bytes.
+        block_digests: digest of each block's stored bytes, as :class:`~dcp_engine.storage.digest.DigestKind` has them.
+        encryption_key_id: of the key that all blocks are encrypted with; empty: they are not.
     """
 
     names: list[str]
@@ -179,7 +181,8 @@ class TableColumns:
     chunk_begins: npt.NDArray[np.bool_]
     block_codecs: npt.NDArray[np.uint8]
     block_saved_bytes: _I64
-    block_digests: npt.NDArray[np.uint64]
+    block_digests: npt.NDArray[Any]
+    encryption_key_id: bytes = b""
 
 
 # ------------------------------------------------------------------------------------------------------- columns to documents
@@ -211,8 +214,14 @@ def block_document(table: TableColumns) -> columns.Document:
     return {
         "block_saved": columns.pack_column(table.block_saved_bytes, "<u4"),
         "block_codecs": columns.pack_column(table.block_codecs, "u1"),
-        "block_digests": columns.pack_column(table.block_digests, "<u8"),
+        "block_digests": _packed_digests(table.block_digests),
+        "encryption_key_id": table.encryption_key_id,
     }
+
+
+def _packed_digests(digests: npt.NDArray[Any]) -> bytes:
+    # Planes of bytes that look like noise would be no smaller, and a SHA-256 is no number.
+    return columns.pack_column(digests, "<u8") if digest_of_column(digests) is XXH3 else digests.tobytes()
 
 
 # ------------------------------------------------------------------------------------------------------- documents to columns
@@ -259,8 +268,17 @@ def block_columns(document: columns.Document) -> dict[str, Any]:
     raw = _bytes_of(document, BLOCK_FIELDS)
     codecs = columns.unpack_column(raw["block_codecs"], "u1", what="block_codecs", max_rows=MAX_BLOCKS)
     saved = columns.unpack_column(raw["block_saved"], "<u4", what="block_saved", num_rows=len(codecs), max_rows=MAX_BLOCKS)
-    digests = columns.unpack_column(raw["block_digests"], "<u8", what="block_digests", num_rows=len(codecs), max_rows=MAX_BLOCKS)
-    return {"block_codecs": codecs, "block_saved_bytes": saved.astype(np.int64), "block_digests": digests}
+    key_id = raw["encryption_key_id"]
+    require(len(key_id) in (0, KEY_ID_BYTES), "a key of another kind")
+    digests = _unpacked_digests(raw["block_digests"], len(codecs))
+    return {"block_codecs": codecs, "block_saved_bytes": saved.astype(np.int64), "block_digests": digests, "encryption_key_id": key_id}
+
+
+def _unpacked_digests(data: bytes, num_blocks: int) -> npt.NDArray[Any]:
+    """The width says which kind they are."""
+    if num_blocks and len(data) == num_blocks * SHA256.dtype.itemsize:
+        return np.frombuffer(data, dtype=SHA256.dtype)
+    return columns.unpack_column(data, "<u8", what="block_digests", num_rows=num_blocks, max_rows=MAX_BLOCKS)
 
 
 def _bytes_of(document: columns.Document, fields: Sequence[str]) -> dict[str, bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,13 @@ import numpy as np
 
 from dcp_engine.errors import DcpEngineError, DigestMismatchError, MalformedCheckpointError
 from dcp_engine.storage import dtypes
-from dcp_engine.storage.backends import ReadFile
+from dcp_engine.storage.access import cipher_of, manifest_of
+from dcp_engine.storage.backends import Directory, ReadFile
 from dcp_engine.storage.codecs import Scratch, decode_block
-from dcp_engine.storage.digest import block_digest
+from dcp_engine.storage.digest import digest_of_column
+from dcp_engine.storage.encryption import BlockCipher, encryption_key_of
+from dcp_engine.storage.keys import KeySource, secret_key
+from dcp_engine.storage.limits import TAG_BYTES
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, pipeline_options
 from dcp_engine.storage.publish import open_checkpoint
@@ -24,7 +28,7 @@ from dcp_engine.storage.read_plan import read_budget
 from dcp_engine.storage.shard_files import check_shard_file
 from dcp_engine.storage.workers import WorkerPool
 
-__all__ = ["VerifyReport", "verify_checkpoint"]
+__all__ = ["VerifyReport", "verify_checkpoint", "verify_files"]
 
 _MAX_FAULTS = 1000
 
@@ -65,8 +69,12 @@ def verify_checkpoint(
     threads: int | None = None,
     bytes_in_flight: int = DEFAULT_BYTES_IN_FLIGHT,
     storage_options: Mapping[str, Any] | None = None,
+    signing_key: KeySource | None = None,
+    encryption_key: KeySource | None = None,
 ) -> VerifyReport:
     """Check every byte of a checkpoint: markers, manifest, headers, footers, padding, digests, and that each block decodes.
+
+    Encrypted blocks decrypt and decode only with their key; all else is checked without it, since digests are of what is stored.
 
     Args:
         path: directory or URL of the checkpoint.
@@ -74,32 +82,28 @@ def verify_checkpoint(
         bytes_in_flight: bytes held at once; at least 4 MiB, of which one worker takes 16 whatever the bound.
         storage_options: keyword arguments of the fsspec file system of a URL, and ``request_timeout_secs``: how long it may take to answer
             one request, and a second more for each MiB; 60 where it is not given.
+        signing_key: what must have signed the checkpoint: bytes, the path of a file, or a callable; ``None``: anybody may have written it.
+        encryption_key: what its blocks are encrypted with, likewise; ``None``: encrypted ones are not decrypted.
 
     Returns:
         A report. Damage of shard files is in its ``faults``; each names the file and, where it is a block, the block and its tensors.
 
     Raises:
         CheckpointNotFoundError kinds, UnsupportedVersionError, StorageError kinds, InvalidOptionError.
-        CorruptCheckpointError kinds: COMPLETE or MANIFEST is damaged, so that nothing else can be judged.
+        CorruptCheckpointError kinds: COMPLETE or MANIFEST is damaged, or not signed with the key, so that nothing else can be judged.
+        EncryptionKeyError: the blocks are encrypted with another key than the one that was passed.
 
     Thread-safety: callable from any thread.
     """
     options = pipeline_options(threads=threads, bytes_in_flight=bytes_in_flight)
+    vouching, opening = secret_key(signing_key, "signing_key"), encryption_key_of(encryption_key)
     opened = open_checkpoint(path, storage_options=storage_options)
     place = opened.directory.path
-    faults: list[tuple[int, int, DcpEngineError]] = []
     with opened.hold, WorkerPool(options.threads) as pool:
-        manifest = Manifest.decode(opened.manifest_bytes, path=place)
-        for index, record in enumerate(manifest.files):
-            try:
-                file = opened.directory.open(record.name)
-            except DcpEngineError as error:
-                faults.append((index, -1, error))
-                continue
-            try:
-                _verify_file(_Walk(manifest, index, file, place, faults), pool, options.bytes_in_flight)
-            finally:
-                file.close()
+        manifest = manifest_of(opened, signing_key=vouching, path=place)
+        cipher = None if opening is None else cipher_of(manifest, opening, path=place)
+        indices = range(len(manifest.files))
+        faults = verify_files(manifest, opened.directory, indices, cipher=cipher, pool=pool, bytes_in_flight=options.bytes_in_flight)
     return VerifyReport(
         path=place,
         step=manifest.step,
@@ -108,8 +112,38 @@ def verify_checkpoint(
         num_blocks=len(manifest.block_file),
         raw_bytes=int(manifest.table.block_raw_bytes.sum()),
         stored_bytes=sum(record.size_bytes for record in manifest.files),
-        faults=tuple(error for _, _, error in sorted(faults, key=lambda fault: fault[:2])),
+        faults=faults,
     )
+
+
+def verify_files(
+    manifest: Manifest, directory: Directory, indices: Iterable[int], *, cipher: BlockCipher | None, pool: WorkerPool, bytes_in_flight: int
+) -> tuple[DcpEngineError, ...]:
+    """Check every byte of some shard files against a manifest.
+
+    Args:
+        manifest: of the checkpoint.
+        directory: where the files are.
+        indices: of the files in the manifest, ascending.
+        cipher: decrypts encrypted blocks; ``None``: they are not decrypted.
+        pool: does the work.
+        bytes_in_flight: bytes held at once.
+
+    Returns:
+        What is wrong, in the order of files and blocks; at most 1,000.
+    """
+    faults: list[tuple[int, int, DcpEngineError]] = []
+    for index in indices:
+        try:
+            file = directory.open(manifest.files[index].name)
+        except DcpEngineError as error:
+            faults.append((index, -1, error))
+            continue
+        try:
+            _verify_file(_Walk(manifest, index, file, directory.path, cipher, faults), pool, bytes_in_flight)
+        finally:
+            file.close()
+    return tuple(error for _, _, error in sorted(faults, key=lambda fault: fault[:2]))
 
 
 def _verify_file(walk: _Walk, pool: WorkerPool, bytes_in_flight: int) -> None:
@@ -128,8 +162,19 @@ def _verify_file(walk: _Walk, pool: WorkerPool, bytes_in_flight: int) -> None:
 class _Walk:
     """The walk over one file. ``check_span`` runs in workers."""
 
-    def __init__(self, manifest: Manifest, index: int, file: ReadFile, path: str, faults: list[tuple[int, int, DcpEngineError]]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        index: int,
+        file: ReadFile,
+        path: str,
+        cipher: BlockCipher | None,
+        faults: list[tuple[int, int, DcpEngineError]],
+    ) -> None:
         self.manifest = manifest
+        self._cipher = None if cipher is None else cipher.of_file(manifest.files[index].name)
+        self._is_sealed = bool(manifest.table.encryption_key_id) and cipher is None
+        self._digest = digest_of_column(manifest.table.block_digests)
         self.index = index
         self.file = file
         self.path = path
@@ -165,13 +210,21 @@ class _Walk:
 
     def _check_block(self, block: int, extent: memoryview, scratch: Scratch) -> None:
         table = self.manifest.table
-        name = f"block {block - int(np.searchsorted(self.manifest.block_file, self.index))}"
+        number = block - int(np.searchsorted(self.manifest.block_file, self.index))
+        name = f"block {number}"
         stored = extent[: int(table.block_stored_bytes[block])]
         if bytes(extent[len(stored) :]).strip(b"\0"):
             raise MalformedCheckpointError(f"the padding after {name} is not zero")
-        found, expected = block_digest(stored), int(table.block_digests[block])
+        found, expected = self._digest.of(stored), table.block_digests[block].tolist()
         if found != expected:
-            raise DigestMismatchError(f"the stored bytes of {name} are damaged", expected=f"{expected:016x}", found=f"{found:016x}")
+            text = self._digest.text
+            raise DigestMismatchError(f"the stored bytes of {name} are damaged", expected=text(expected), found=text(found))
+        if self._is_sealed:
+            return
+        if self._cipher is not None:
+            opened = scratch.buffer("opened", len(stored) - TAG_BYTES).data
+            self._cipher.open(number, stored, opened)
+            stored = opened
         raw_bytes = int(table.block_raw_bytes[block])
         decoded = scratch.buffer("block", raw_bytes).data[:raw_bytes]
         chunk = self.manifest.chunks_of_block(block)[0]

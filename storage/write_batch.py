@@ -11,14 +11,15 @@ import numpy as np
 
 from dcp_engine.storage.codec_gauge import Work
 from dcp_engine.storage.codecs import RAW, EncodedBlock, Scratch, encode_block
-from dcp_engine.storage.digest import BlockDigest, block_digest
-from dcp_engine.storage.limits import ALIGN_BYTES
+from dcp_engine.storage.digest import DigestKind, DigestValue
+from dcp_engine.storage.limits import ALIGN_BYTES, TAG_BYTES
 from dcp_engine.storage.records import PipelineOptions
 from dcp_engine.storage.workers import WorkerPool
 from dcp_engine.storage.write_blocks import Block
 
 if TYPE_CHECKING:
     from dcp_engine.storage.backends.base import Buffer, WriteFile
+    from dcp_engine.storage.encryption import FileCipher
 
 __all__ = ["Batch", "Places", "write_encoded", "write_raw"]
 
@@ -34,24 +35,28 @@ class Batch:
     Attributes:
         index: which batch of the file it is.
         blocks: what is in it.
+        first_block: number of the first of them in the file.
         position: where it begins in the file, in bytes; ``None`` until the lengths of all before it are known.
-        stored: of each block that is done: stored bytes, codec, digest.
+        stored: of each block that is done: bytes as the codec has made them, codec, digest.
         parts: encoded bytes and padding, as long as they wait for their place.
         compress: encode the blocks with the codec that was asked for; else they are stored raw.
         work: what its worker did, for whoever measures.
         scratch: holds some of the parts, and goes back to the pool once they are written.
         is_done: its worker has ended. Once those of all batches before it have, too, it is written.
+        tag_bytes: what encryption adds to each block.
     """
 
     index: int
     blocks: list[Block]
+    first_block: int = 0
     position: int | None = None
-    stored: list[tuple[int, int, int]] = field(default_factory=list)
+    stored: list[tuple[int, int, DigestValue]] = field(default_factory=list)
     parts: list[Buffer] = field(default_factory=list)
     compress: bool = True
     work: Work = field(default_factory=Work)
     scratch: Scratch | None = None
     is_done: bool = False
+    tag_bytes: int = 0
 
     def raw_extent(self) -> int:
         """Bytes in the file, padding included, if no block is compressed."""
@@ -59,7 +64,8 @@ class Batch:
 
     def extent(self) -> int:
         """Bytes in the file, padding included, once all blocks are encoded."""
-        return sum(stored_bytes + -stored_bytes % ALIGN_BYTES for stored_bytes, _, _ in self.stored)
+        lengths = (encoded_bytes + self.tag_bytes for encoded_bytes, _, _ in self.stored)
+        return sum(length + -length % ALIGN_BYTES for length in lengths)
 
 
 class Places:
@@ -107,14 +113,14 @@ class Places:
             self._waiting.clear()
 
 
-def write_raw(batch: Batch, file: WriteFile) -> None:
+def write_raw(batch: Batch, file: WriteFile, digest: DigestKind) -> None:
     """Write blocks as they are, at a place that is known. Runs in a worker.
 
     Bytes pass through the cache once: each piece is digested right after it was copied to the file. All blocks are loaded before the first
     is written: what that takes of the interpreter is in the cache once, and would have to come back for each.
     """
     assert batch.position is not None, "whoever has no place yet is encoded"
-    out = _Gatherer(file, batch.position)
+    out = _Gatherer(file, batch.position, digest)
     raws = [block.load().cast("B") for block in batch.blocks]
     begin = time.perf_counter()
     for raw in raws:
@@ -127,20 +133,21 @@ def write_raw(batch: Batch, file: WriteFile) -> None:
 class _Gatherer:
     """Writes blocks back to back, small ones together, and digests them."""
 
-    def __init__(self, file: WriteFile, position: int) -> None:
+    def __init__(self, file: WriteFile, position: int, digest: DigestKind) -> None:
         self._file = file
         self._position = position
+        self._digest_of, self._begin_digest = digest.of, digest.begin
         self._parts: list[Buffer] = []
         self._num_bytes = 0
 
-    def write(self, raw: memoryview) -> int:
+    def write(self, raw: memoryview) -> DigestValue:
         """Takes a block; returns its digest."""
         if len(raw) < _GATHERED_BYTES:
             self._add(raw)
-            digest = block_digest(raw)
+            digest = self._digest_of(raw)
         else:
             self.flush()
-            state = BlockDigest()
+            state = self._begin_digest()
             self._file.write_pieces(self._position, raw, state.update)
             self._position += len(raw)
             digest = state.value()
@@ -162,8 +169,10 @@ class _Gatherer:
             self._num_bytes = 0
 
 
-def write_encoded(batch: Batch, file: WriteFile, places: Places, options: PipelineOptions, pool: WorkerPool) -> None:
-    """Encode blocks, and write all batches whose places are known by that. Runs in a worker.
+def write_encoded(
+    batch: Batch, file: WriteFile, places: Places, options: PipelineOptions, pool: WorkerPool, cipher: FileCipher | None
+) -> None:
+    """Encode blocks, encrypt them where there is a cipher, and write all batches whose places are known by that. Runs in a worker.
 
     The scratch is leased until the batch is written, so that encoded bytes need not be copied out of it.
     """
@@ -177,13 +186,15 @@ def write_encoded(batch: Batch, file: WriteFile, places: Places, options: Pipeli
             batch.work.encode_secs += time.perf_counter() - begin
             batch.work.raw_bytes += block.raw_bytes
             batch.work.stored_bytes += encoded.stored_bytes
-        batch.stored.append((encoded.stored_bytes, encoded.codec, block_digest(*encoded.parts)))
         parts = encoded.parts
-        if encoded.codec != RAW and index + 1 < len(batch.blocks):
+        if cipher is not None:
+            parts, kept = _sealed(encoded, scratch, kept, batch, cipher, batch.first_block + index)
+        batch.stored.append((encoded.stored_bytes, encoded.codec, options.digest.of(*parts)))
+        if cipher is None and encoded.codec != RAW and index + 1 < len(batch.blocks):
             # The next block needs the scratch for itself.
             parts, kept = _kept(encoded, scratch, kept, batch)
         batch.parts += parts
-        if padding := -encoded.stored_bytes % ALIGN_BYTES:
+        if padding := -(encoded.stored_bytes + batch.tag_bytes) % ALIGN_BYTES:
             batch.parts.append(_ZEROS[:padding])
     for placed in places.announce(batch, batch.extent()):
         assert placed.position is not None
@@ -207,3 +218,21 @@ def _kept(encoded: EncodedBlock, scratch: Scratch, start: int, batch: Batch) -> 
         parts.append(buffer[start:stop].data)
         start = stop
     return tuple(parts), start
+
+
+def _sealed(
+    encoded: EncodedBlock, scratch: Scratch, start: int, batch: Batch, cipher: FileCipher, block: int
+) -> tuple[tuple[memoryview, ...], int]:
+    """A block as it is encrypted, in a buffer that is reused only after the batch is written."""
+    stop = start + encoded.stored_bytes + TAG_BYTES
+    out = scratch.buffer("kept", sum(part.raw_bytes + TAG_BYTES for part in batch.blocks))[start:stop].data
+    parts = encoded.parts
+    if len(parts) > 1:
+        joined = scratch.buffer("joined", encoded.stored_bytes)
+        begin = 0
+        for part in parts:
+            np.copyto(joined[begin : begin + len(part)], np.frombuffer(part, np.uint8))
+            begin += len(part)
+        parts = (joined.data,)
+    cipher.seal(block, parts[0], out)
+    return (out,), stop

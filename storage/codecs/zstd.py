@@ -15,7 +15,7 @@ from dcp_engine.errors import MalformedCheckpointError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["WORTH_IT", "check_frame", "decompress_into", "fast_compressor", "level_compressor"]
+__all__ = ["WORTH_IT", "check_frame", "decompress_into", "fast_compressor", "level_compressor", "uncompressed_frame"]
 
 WORTH_IT = 0.97
 """What does not become smaller than this share of itself is stored as it is: the read would cost more than the bytes are worth."""
@@ -47,6 +47,16 @@ def fast_compressor() -> zstandard.ZstdCompressor:
             write_dict_id=False,
         )
     )
+
+
+def uncompressed_frame(content: bytes) -> bytes:
+    """A frame whose blocks hold the content as it is, at least one byte."""
+    parts = [_MAGIC + b"\xe0" + len(content).to_bytes(8, "little")]
+    for start in range(0, len(content), _MAX_BLOCK_BYTES):
+        block = content[start : start + _MAX_BLOCK_BYTES]
+        is_last = start + len(block) == len(content)
+        parts += [(len(block) << 3 | is_last).to_bytes(3, "little"), block]
+    return b"".join(parts)
 
 
 def check_frame(stored: memoryview, raw_bytes: int) -> None:

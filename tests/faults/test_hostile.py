@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from support.damage import copy_of, forge, forge_block, replace_manifest
+from support.damage import copy_of, document_of, forge, forge_block, replace_manifest
 from support.engine import load, refused, save
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from dcp_engine import ReshardLoadPlanner, ShardReader, verify_checkpoint
 from dcp_engine.errors import CheckpointNotFoundError, CorruptCheckpointError, DcpEngineError, LimitExceededError, UntrustedDataError
-from dcp_engine.storage.columns import pack_column, pack_texts, unpack_column
+from dcp_engine.storage.columns import pack_column, pack_document, pack_texts, unpack_column
 from dcp_engine.storage.envelope import MANIFEST_MAGIC, encode_marker, pack_record, parse_marker
 from dcp_engine.storage.limits import BLOCK_BYTES
 from dcp_engine.storage.manifest import Manifest
@@ -227,6 +227,23 @@ def test_a_manifest_that_unpacks_to_gigabytes_is_refused_unread(checkpoint: Path
         for error in outcomes(path):
             assert isinstance(error, LimitExceededError | CorruptCheckpointError)
             assert error.file == "MANIFEST"
+
+
+def test_a_manifest_of_kilobytes_that_stands_for_millions_of_rows_is_refused_before_they_take_memory(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Columns of zeros compress a thousandfold, and a row takes fifty times in memory what it takes in its column."""
+    path = copy_of(checkpoint, tmp_path / "a")
+    rows = 1_000_000
+    document = document_of(path)
+    document["entry_names"], document["entry_name_bytes"] = b"w", struct.pack("<I", 1)
+    document.update(entry_dtypes=b"\2", entry_dims=b"\0", entry_shapes=b"", chunk_offsets=b"", chunk_sizes=b"")
+    document.update(chunk_entries=bytes(4 * rows), chunk_begins=bytes(rows))
+    replace_manifest(path, b"".join(pack_record(MANIFEST_MAGIC, pack_document(document))))
+    assert (path / "MANIFEST").stat().st_size < 10_000
+    for error in outcomes(path):
+        assert isinstance(error, LimitExceededError)
+        assert (error.file, error.message) == ("MANIFEST", "too many rows for the length of the manifest")
 
 
 @pytest.mark.parametrize("value", [0, 63, 1 << 40, (1 << 62)])

@@ -125,5 +125,12 @@ BOXES: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {
 }
 """Rank, offsets and sizes of the chunks of entries that are sharded; every other entry is one chunk, of rank 0 or 1."""
 
+SIGNING_KEY = bytes(range(100, 132))
+ENCRYPTION_KEY = bytes(range(200, 232))
+"""Published, so good for this test alone."""
+
+SECRET = ("large.float", "weights.17", "dtype.2", "dtype.18")
+"""Entries of the checkpoint ``v1-secret``, of ranks 0 and 1 in turn."""
+
 STRIPES = {"large.float": 1, "large.int": 1}
 """Entries that lie in a second file of their rank and component."""

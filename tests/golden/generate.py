@@ -6,6 +6,7 @@ It uses the modules of the format alone (tables, codecs, envelopes), so that it 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import shutil
 import sys
 from collections.abc import Iterator
@@ -23,12 +24,15 @@ from golden.expected import NONCE, OBJECT, OPAQUE, WORLD_SIZE  # noqa: E402
 from dcp_engine.objects import encode_object  # noqa: E402
 from dcp_engine.storage import dtypes  # noqa: E402
 from dcp_engine.storage.codecs import Scratch, encode_block  # noqa: E402
-from dcp_engine.storage.digest import block_digest  # noqa: E402
+from dcp_engine.storage.digest import SHA256, XXH3  # noqa: E402
+from dcp_engine.storage.encryption import BlockCipher  # noqa: E402
 from dcp_engine.storage.envelope import FOOTER_MAGIC, Marker, encode_marker, header_bytes, pack_record, shard_name  # noqa: E402
 from dcp_engine.storage.footer import Footer, encode_footer  # noqa: E402
-from dcp_engine.storage.limits import ALIGN_BYTES, BLOCK_BYTES, PACK_BYTES  # noqa: E402
+from dcp_engine.storage.keys import SecretKey  # noqa: E402
+from dcp_engine.storage.limits import ALIGN_BYTES, BLOCK_BYTES, PACK_BYTES, TAG_BYTES  # noqa: E402
 from dcp_engine.storage.manifest import Manifest  # noqa: E402
 from dcp_engine.storage.packed_table import PackedTable  # noqa: E402
+from dcp_engine.storage.signing import sign  # noqa: E402
 from dcp_engine.storage.table import TableBuilder  # noqa: E402
 
 
@@ -75,17 +79,33 @@ def chunks() -> Iterator[tuple[str, int, int, Chunk]]:
         yield "state", 0, 0, Chunk(name, OBJECT, (len(data),), (0,), (len(data),), data)
 
 
-def write_shard(directory: Path, place: tuple[str, int, int], world_size: int, parts: list[Chunk], codecs: dict[str, str]) -> Written:
-    """One shard file: large chunks first, then small ones packed by dtype."""
+def write_shard(
+    directory: Path,
+    place: tuple[str, int, int],
+    world_size: int,
+    parts: list[Chunk],
+    codecs: dict[str, str],
+    *,
+    secret: bool = False,
+) -> Written:
+    """One shard file: large chunks first, then small ones packed by dtype. A ``secret`` one is encrypted, and has SHA-256 digests."""
     component, rank, stripe = place
     name = shard_name(*place)
-    table, content, scratch = TableBuilder(), bytearray(header_bytes(name, rank, NONCE)), Scratch()
+    content, scratch = bytearray(header_bytes(name, rank, NONCE)), Scratch()
+    cipher = BlockCipher(expected.ENCRYPTION_KEY, NONCE)
+    digest = SHA256 if secret else XXH3
+    table = TableBuilder(digest, cipher.key_id if secret else b"")
+    num_blocks = itertools.count()
 
     def add_block(raw: bytes, code: int, codec: str) -> int:
         block = encode_block(memoryview(raw), dtypes.of_code(code), codec, 1, scratch)
         stored = b"".join(block.parts)
+        if secret:
+            sealed = bytearray(len(stored) + TAG_BYTES)
+            cipher.of_file(name).seal(next(num_blocks), stored, memoryview(sealed))
+            stored = bytes(sealed)
         content.extend(stored + bytes(-len(stored) % ALIGN_BYTES))
-        return table.add_block(len(raw), len(stored), block.codec, block_digest(stored))
+        return table.add_block(len(raw), block.stored_bytes, block.codec, digest.of(stored))
 
     small: dict[int, list[Chunk]] = {}
     for chunk in parts:
@@ -108,11 +128,13 @@ def write_shard(directory: Path, place: tuple[str, int, int], world_size: int, p
     return Written(name, component, rank, world_size, NONCE, size_bytes, PackedTable.of(built), hashlib.sha256(stored).digest(), stripe)
 
 
-def publish(root: Path, data: Path, manifest: Manifest) -> None:
+def publish(root: Path, data: Path, manifest: Manifest, *, signed: bool = False) -> None:
     """MANIFEST and COMPLETE."""
     encoded = manifest.encode()
     (data / "MANIFEST").write_bytes(encoded)
     marker = Marker(NONCE, "." if data == root else NONCE, len(encoded), hashlib.sha256(encoded).hexdigest())
+    if signed:
+        marker = sign(marker, SecretKey(expected.SIGNING_KEY, "signing_key"))
     (root / "COMPLETE").write_bytes(encode_marker(marker))
 
 
@@ -131,7 +153,7 @@ def manifest_of(files: list[Written], world_size: int, **fields: object) -> Mani
 
 
 def generate(root: Path) -> None:
-    """Both checkpoints: ``v1`` as it lies on a file system, ``v1-object-store`` as under a prefix."""
+    """``v1`` as it lies on a file system, ``v1-object-store`` as under a prefix, ``v1-secret`` signed and encrypted."""
     local = root / "v1"
     local.mkdir(parents=True)
     by_file: dict[tuple[str, int, int], list[Chunk]] = {}
@@ -159,8 +181,21 @@ def generate(root: Path) -> None:
     files = [write_shard(data, ("model", 0, 0), 1, [Chunk("w", 18, (2, 3), (0, 0), (2, 3), value)], {})]
     publish(remote, data, manifest_of(files, 1))
 
+    hidden = root / "v1-secret"
+    hidden.mkdir(parents=True)
+    entries = expected.entries()
+    by_file = {}
+    for rank, name in enumerate(expected.SECRET):
+        code, shape, content = entries[name]
+        by_file[("model", rank % 2, 0)] = [
+            *by_file.get(("model", rank % 2, 0), []),
+            Chunk(name, code, shape, (0,) * len(shape), shape, content),
+        ]
+    files = [write_shard(hidden, place, 2, parts, {}, secret=True) for place, parts in by_file.items()]
+    publish(hidden, hidden, manifest_of(files, 2), signed=True)
+
 
 if __name__ == "__main__":
-    for old in ("v1", "v1-object-store"):
+    for old in ("v1", "v1-object-store", "v1-secret"):
         shutil.rmtree(HERE / old, ignore_errors=True)
     generate(HERE)

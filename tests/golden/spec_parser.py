@@ -7,6 +7,7 @@ against each other.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import math
 import re
 import struct
@@ -18,6 +19,7 @@ import msgpack
 import numpy as np
 import xxhash
 import zstandard
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 BLOCK, PACK, HEADER, RECORD = 4194304, 65536, 4096, 64
 ITEMSIZE = {
@@ -28,14 +30,14 @@ PLANES = {16: 2, 17: 2, 18: 4, 19: 8, 24: 1, 25: 1, 26: 1, 27: 1, 28: 1, 32: 2, 
 TABLE = [
     *("entry_names", "entry_name_bytes", "entry_dtypes", "entry_dims", "entry_shapes"),
     *("chunk_entries", "chunk_offsets", "chunk_sizes", "chunk_begins"),
-    *("block_saved", "block_codecs", "block_digests"),
+    *("block_saved", "block_codecs", "block_digests", "encryption_key_id"),
 ]
 FOOTER = ["nonce", "component", "rank", "stripe", "world_size", *TABLE]
 MANIFEST = [
     *("writer_version", "nonce", "run_id", "step", "saved_at", "world_size", "codec"),
     *("file_names", "file_name_bytes", "file_chunks", "file_blocks", "file_footer_bytes", "file_footer_sha256"),
-    *TABLE,
-    *("alias_names", "alias_name_bytes", "alias_targets", "planner_data", "skeleton", "metadata"),
+    *TABLE[:-1],
+    *("alias_names", "alias_name_bytes", "alias_targets", "planner_data", "skeleton", "metadata", "encryption_key_id"),
 ]
 
 
@@ -82,7 +84,7 @@ def frame(stored: bytes, raw: int) -> bytes:
 def record(data: bytes, magic: bytes) -> tuple[int, int, bytes]:
     found, version, zero, stored, raw, sha256 = struct.unpack("<8sIIQQ32s", data)
     rule((found, version, zero) == (magic, 1, 0), "magic, version and zero of a record")
-    rule(stored <= 2**30 and raw <= 2**31 and raw <= 2**24 + 1024 * stored, "limits of a record")
+    rule(stored <= 2**30 and raw <= 2**31 and raw <= 2**24 + 128 * stored, "limits of a record")
     return stored, raw, sha256
 
 
@@ -132,7 +134,8 @@ class Table:
     raw: list[int] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
     codecs: list[int] = field(default_factory=list)
-    digests: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    key_id: bytes = b""
 
 
 def table(fields: dict[str, Any]) -> Table:
@@ -160,13 +163,22 @@ def table(fields: dict[str, Any]) -> Table:
         found.chunks.append(Chunk(owner, offsets, box, math.prod(box) * ITEMSIZE[dtypes[owner]], mark))
     rule(next(steps, None) is None and next(sizes, None) is None, "boxes use up their columns")
     lay_out(found)
-    found.codecs, found.digests = column(fields["block_codecs"], 1), column(fields["block_digests"], 8)
+    found.codecs, found.key_id = column(fields["block_codecs"], 1), fields["encryption_key_id"]
+    found.digests = digests_of(fields["block_digests"], len(found.codecs))
+    rule(len(found.key_id) in (0, 8), "a key's id")
     saved = column(fields["block_saved"], 4)
     rule(len(found.raw) == len(saved) == len(found.codecs) == len(found.digests), "blocks are those that the chunks need")
     for raw, less, codec in zip(found.raw, saved, found.codecs, strict=True):
         rule(codec in (0, 1, 2) and (less == 0 if codec == 0 else 1 <= less < raw), "what a block saves")
-        found.stored.append(raw - less)
+        found.stored.append(raw - less + (16 if found.key_id else 0))
     return found
+
+
+def digests_of(data: bytes, num_blocks: int) -> list[bytes]:
+    if num_blocks and len(data) == 32 * num_blocks:
+        return [data[start : start + 32] for start in range(0, len(data), 32)]
+    rule(len(data) == 8 * num_blocks, "a digest for each block")
+    return [value.to_bytes(8, "big") for value in column(data, 8)]
 
 
 def lay_out(found: Table) -> None:
@@ -257,17 +269,21 @@ def unfold(rest: list[int], pairs: int, folded: bool) -> list[int]:
 # --- sections 2, 3 and 6
 
 
-def parse(root: Path) -> Checkpoint:
+def parse(root: Path, signing_key: bytes | None = None, encryption_key: bytes | None = None) -> Checkpoint:
     """Read a whole checkpoint, checking everything on the way."""
     lines = re.fullmatch(
-        rb"(dcp-engine checkpoint 1\nnonce ([0-9a-f]{32})\ndata (\.|[0-9a-f]{32})\nmanifest-bytes ([1-9][0-9]*)\n"
-        rb"manifest-sha256 ([0-9a-f]{64})\n)check ([0-9a-f]{64})\n",
+        rb"((dcp-engine checkpoint 1\nnonce ([0-9a-f]{32})\ndata (\.|[0-9a-f]{32})\nmanifest-bytes ([1-9][0-9]*)\n"
+        rb"manifest-sha256 ([0-9a-f]{64})\n)(?:(key ([0-9a-f]{16})\n)signature ([0-9a-f]{64})\n)?)check ([0-9a-f]{64})\n",
         (root / "COMPLETE").read_bytes(),
     )
     rule(lines, "COMPLETE has its six lines")
     assert lines is not None
-    text, nonce, place, size, sha256, check = lines.groups()
+    text, start, nonce, place, size, sha256, key_line, key, signature, check = lines.groups()
     rule(hashlib.sha256(text).hexdigest().encode() == check and place in (b".", nonce), "check and data of COMPLETE")
+    if signing_key is not None:
+        rule(signature, "a signature is asked for")
+        rule(hmac.new(signing_key, b"dcp-engine signing key id", "sha256").hexdigest()[:16].encode() == key, "signed with the key")
+        rule(hmac.new(signing_key, start + key_line, "sha256").hexdigest().encode() == signature, "signature")
     directory = root / place.decode()
     data = (directory / "MANIFEST").read_bytes()
     rule(len(data) == int(size) and hashlib.sha256(data).hexdigest().encode() == sha256, "MANIFEST is the one of COMPLETE")
@@ -275,10 +291,26 @@ def parse(root: Path) -> Checkpoint:
     rule(len(data) == RECORD + stored and hashlib.sha256(data[RECORD:]).digest() == digest, "MANIFEST is its record and its body")
     fields = document(frame(data[RECORD:], raw), MANIFEST)
     rule(fields["nonce"].hex().encode() == nonce, "one nonce")
-    return contents(directory, fields, table(fields))
+    whole = table(fields)
+    rows = len(whole.names) + len(whole.chunks) + len(whole.raw) + len(fields["alias_targets"]) // 4
+    rule(rows <= 2**17 + 2 * stored, "rows of a manifest")
+    rule(not signature or len(fields["block_digests"]) == 32 * len(whole.raw), "signed checkpoints have SHA-256 digests")
+    if whole.key_id:
+        rule(encryption_key is not None, "a key is needed")
+        assert encryption_key is not None
+        rule(hmac.new(encryption_key, b"dcp-engine encryption key id", "sha256").digest()[:8] == whole.key_id, "the key is the right one")
+    return contents(directory, fields, whole, encryption_key)
 
 
-def contents(directory: Path, fields: dict[str, Any], whole: Table) -> Checkpoint:
+def decrypt(key: bytes, nonce: bytes, name: str, block: int, stored: bytes) -> bytes:
+    """Section 15."""
+    prk = hmac.new(nonce, key, "sha256").digest()
+    derived = hmac.new(prk, b"dcp-engine aes-256-gcm\0" + name.encode("ascii") + b"\1", "sha256").digest()
+    bound = nonce + name.encode("ascii") + b"\0" + block.to_bytes(8, "little")
+    return AESGCM(derived).decrypt(block.to_bytes(12, "big"), stored, bound)
+
+
+def contents(directory: Path, fields: dict[str, Any], whole: Table, key: bytes | None) -> Checkpoint:
     names = texts(fields["file_names"], fields["file_name_bytes"], 255)
     counts = zip(*(column(fields[name], 4) for name in ("file_chunks", "file_blocks", "file_footer_bytes")), strict=True)
     blocks: list[bytes] = []
@@ -302,7 +334,8 @@ def contents(directory: Path, fields: dict[str, Any], whole: Table) -> Checkpoin
         sha256 = fields["file_footer_sha256"][32 * index : 32 * index + 32]
         data = (directory / name).read_bytes()
         check_ends(data, name, places[-1], fields, footer_bytes, sha256, whole, chunks, rows)
-        blocks += read_blocks(data, footer_bytes, whole, rows, chunks, used, heads)
+        place_in_key = (key, fields["nonce"], name) if key is not None and whole.key_id else None
+        blocks += read_blocks(data, footer_bytes, whole, rows, chunks, used, heads, place_in_key)
     rule(first_chunk == len(whole.chunks) and len(blocks) == len(whole.raw), "files hold all chunks and blocks")
     rule(places == sorted(set(places)) and len(fields["file_footer_sha256"]) == 32 * len(names), "order of files")
     aliases = texts(fields["alias_names"], fields["alias_name_bytes"], 4096)
@@ -334,6 +367,7 @@ def check_ends(
     own = table(found)
     rule((own.raw, own.stored) == (whole.raw[rows], whole.stored[rows]), "footer and manifest agree on block lengths")
     rule((own.codecs, own.digests) == (whole.codecs[rows], whole.digests[rows]), "footer and manifest agree on blocks")
+    rule(not own.raw or own.key_id == whole.key_id, "footer and manifest agree on the key")
     described = [
         [(t.names[c.entry], t.dtypes[c.entry], t.shapes[c.entry], c.offsets, c.sizes) for c in cs]
         for t, cs in ((own, own.chunks), (whole, chunks))
@@ -342,7 +376,14 @@ def check_ends(
 
 
 def read_blocks(
-    data: bytes, footer_bytes: int, whole: Table, rows: slice, chunks: list[Chunk], used: set[tuple[int, int]], heads: list[bytes]
+    data: bytes,
+    footer_bytes: int,
+    whole: Table,
+    rows: slice,
+    chunks: list[Chunk],
+    used: set[tuple[int, int]],
+    heads: list[bytes],
+    place_in_key: tuple[bytes, bytes, str] | None,
 ) -> list[bytes]:
     dtype_of: dict[int, int] = {}
     for chunk in chunks:
@@ -352,10 +393,13 @@ def read_blocks(
     for block in range(rows.start, rows.stop):
         size = whole.stored[block]
         stored = data[position : position + size]
-        rule(xxhash.xxh3_64_intdigest(stored) == whole.digests[block], "digest of a block")
+        digest = hashlib.sha256(stored).digest() if len(whole.digests[block]) == 32 else xxhash.xxh3_64_digest(stored)
+        rule(digest == whole.digests[block], "digest of a block")
         end = position + -(-size // 64) * 64
         rule(not any(data[position + size : end]), "padding is zero")
         position = end
+        if place_in_key is not None:
+            stored = decrypt(*place_in_key, block - rows.start, stored)
         used.add((whole.codecs[block], dtype_of[block]))
         if whole.codecs[block] == 2:
             heads.append(stored[:16])

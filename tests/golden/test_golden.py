@@ -10,12 +10,15 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from golden import expected, generate, spec_parser
 
+from dcp_engine import ReshardLoadPlanner, ShardReader
 from dcp_engine.objects import decode_object
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.codecs import Scratch, decode_block
-from dcp_engine.storage.digest import block_digest
+from dcp_engine.storage.digest import XXH3
 from dcp_engine.storage.manifest import Manifest
 
 HERE = Path(__file__).resolve().parent
@@ -97,6 +100,36 @@ def test_the_object_store_layout_is_read_too() -> None:
     }
 
 
+def test_the_signed_and_encrypted_checkpoint_is_read_with_its_keys() -> None:
+    found = spec_parser.parse(HERE / "v1-secret", expected.SIGNING_KEY, expected.ENCRYPTION_KEY)
+    tensors = {name: (entry.dtype, entry.shape, entry.data) for name, entry in found.entries.items()}
+    assert tensors == {name: expected.entries()[name] for name in expected.SECRET}
+    assert {codec for codec, _ in found.codecs_of_dtypes} == {0, 2}
+    assert found.entries["large.float"].num_blocks == 2
+    assert len(found.files) == 2
+
+
+@pytest.mark.parametrize(
+    ("signing", "encryption"), [(b"x" * 32, expected.ENCRYPTION_KEY), (expected.SIGNING_KEY, None), (expected.SIGNING_KEY, b"x" * 32)]
+)
+def test_the_parser_refuses_other_keys(signing: bytes, encryption: bytes | None) -> None:
+    with pytest.raises(spec_parser.SpecError):
+        spec_parser.parse(HERE / "v1-secret", signing, encryption)
+    with pytest.raises(spec_parser.SpecError):
+        spec_parser.parse(V1, signing)
+
+
+def test_the_package_reads_the_signed_and_encrypted_checkpoint() -> None:
+    state = {}
+    for name in expected.SECRET:
+        code, shape, _ = expected.entries()[name]
+        state[name] = torch.zeros(shape, dtype=dtypes.of_code(code).torch_dtype)
+    reader = ShardReader(HERE / "v1-secret", signing_key=expected.SIGNING_KEY, encryption_key=expected.ENCRYPTION_KEY)
+    dcp.load(state, storage_reader=reader, planner=ReshardLoadPlanner())
+    for name, tensor in state.items():
+        assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == expected.entries()[name][2], name
+
+
 def test_golden_checkpoints_stay_small() -> None:
     assert sum(path.stat().st_size for path in HERE.rglob("*") if path.is_file() and path.suffix in ("", ".shard")) < 250_000
 
@@ -114,7 +147,7 @@ def test_the_package_reads_every_value() -> None:
             for block in range(chunk.first_block, chunk.first_block + chunk.num_blocks):
                 start = int(manifest.block_position[block])
                 stored = memoryview(data[chunk.file])[start : start + int(table.block_stored_bytes[block])]
-                assert block_digest(stored) == int(table.block_digests[block])
+                assert XXH3.of(stored) == int(table.block_digests[block])
                 out = bytearray(int(table.block_raw_bytes[block]))
                 decode_block(int(table.block_codecs[block]), stored, memoryview(out), entry.dtype, scratch)
                 raw += out

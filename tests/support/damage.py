@@ -12,12 +12,13 @@ import msgpack
 import numpy as np
 
 from dcp_engine.storage.columns import pack_column, pack_document, unpack_column
-from dcp_engine.storage.digest import block_digest
+from dcp_engine.storage.digest import SHA256, XXH3, digest_of_column
 from dcp_engine.storage.envelope import MANIFEST_MAGIC, Marker, encode_marker, open_body, pack_record, parse_marker, parse_record
 from dcp_engine.storage.limits import HEADER_BYTES, RECORD_BYTES
 from dcp_engine.storage.manifest import Manifest
+from dcp_engine.storage.manifest_document import num_rows
 
-__all__ = ["copy_of", "forge", "forge_block", "regions", "replace_manifest", "write_damaged"]
+__all__ = ["copy_of", "document_of", "forge", "forge_block", "regions", "replace_manifest", "write_damaged"]
 
 
 def copy_of(checkpoint: Path, target: Path) -> Path:
@@ -60,14 +61,20 @@ def replace_manifest(checkpoint: Path, manifest: bytes) -> None:
     (checkpoint / "COMPLETE").write_bytes(encode_marker(sealed))
 
 
-def forge(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest's document as an attacker would, who repairs all that vouches for it."""
+def document_of(checkpoint: Path) -> dict[str, Any]:
+    """The manifest's document."""
     data = (checkpoint / "MANIFEST").read_bytes()
     record = parse_record(data[:RECORD_BYTES], MANIFEST_MAGIC, file="MANIFEST")
     body = open_body(record, memoryview(data)[RECORD_BYTES:], file="MANIFEST")
     document: dict[str, Any] = msgpack.unpackb(body, unicode_errors="surrogatepass")
+    return document
+
+
+def forge(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest's document as an attacker would, who repairs all that vouches for it."""
+    document = document_of(checkpoint)
     change(document)
-    replace_manifest(checkpoint, b"".join(pack_record(MANIFEST_MAGIC, pack_document(document))))
+    replace_manifest(checkpoint, b"".join(pack_record(MANIFEST_MAGIC, pack_document(document), num_rows(document))))
 
 
 def forge_block(checkpoint: Path, name: str, content: bytes) -> None:
@@ -84,8 +91,12 @@ def forge_block(checkpoint: Path, name: str, content: bytes) -> None:
         file.write(content)
 
     def repair(document: dict[str, Any]) -> None:
+        if digest_of_column(manifest.table.block_digests) is SHA256:
+            all_of_them = document["block_digests"]
+            document["block_digests"] = all_of_them[: 32 * block] + SHA256.of(content) + all_of_them[32 * block + 32 :]
+            return
         digests = unpack_column(document["block_digests"], "<u8", what="block_digests", max_rows=1 << 25).copy()
-        digests[block] = block_digest(content)
+        digests[block] = XXH3.of(content)
         document["block_digests"] = pack_column(digests, "<u8")
 
     forge(checkpoint, repair)

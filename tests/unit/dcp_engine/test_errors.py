@@ -34,6 +34,9 @@ KINDS = {
     "DigestMismatchError": "digest_mismatch",
     "MalformedCheckpointError": "malformed_checkpoint",
     "LimitExceededError": "limit_exceeded",
+    "SignatureError": "signature",
+    "DecryptionError": "decryption",
+    "EncryptionKeyError": "encryption_key",
     "UntrustedDataError": "untrusted_data",
     "StorageError": "storage",
     "StorageFullError": "storage_full",
@@ -126,7 +129,14 @@ def test_message_names_place_expected_found_and_remedy(name: str) -> None:
     )
 
 
-DAMAGE = ["CorruptCheckpointError", "MissingFileError", "TruncatedFileError", "DigestMismatchError", "MalformedCheckpointError"]
+DAMAGE = [
+    "CorruptCheckpointError",
+    "MissingFileError",
+    "TruncatedFileError",
+    "DigestMismatchError",
+    "DecryptionError",
+    "MalformedCheckpointError",
+]
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in DAMAGE])

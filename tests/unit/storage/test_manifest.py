@@ -374,3 +374,24 @@ def test_a_writer_refuses_what_no_reader_takes(monkeypatch: pytest.MonkeyPatch) 
 def test_its_text_counts_instead_of_listing() -> None:
     assert repr(sample()).endswith(" 2 files, ShardTable(7 entries, 8 chunks, 8 blocks))")
     assert len(repr(sample())) < 250
+
+
+def test_a_manifest_that_compresses_too_well_for_readers_is_stored_longer() -> None:
+    """300,000 chunks of one entry in a regular row: a few hundred bytes would do, and no reader would believe them."""
+    count = 300_000
+    table = ShardTable(
+        names=["w"],
+        entry_dtypes=np.array([2], dtype=np.uint8),
+        entry_dims=np.array([1], dtype=np.uint8),
+        entry_shapes=np.array([count]),
+        chunk_entries=np.zeros(count, dtype=np.int64),
+        chunk_offsets=np.arange(count),
+        chunk_sizes=np.ones(count, dtype=np.int64),
+        chunk_begins=np.arange(count) == 0,
+        block_codecs=np.zeros(1, dtype=np.uint8),
+        block_saved_bytes=np.zeros(1, dtype=np.int64),
+        block_digests=np.zeros(1, dtype=np.uint64),
+    )
+    encoded = manifest_of([receipt_of(table, 0, 1)]).encode()
+    assert len(encoded) > count * 21
+    assert Manifest.decode(encoded).table.chunk_offsets.tolist() == list(range(count))

@@ -69,7 +69,7 @@ def test_layout_follows_from_sizes() -> None:
 
 def test_stored_columns_are_the_documented_ones() -> None:
     document = sample(rank=1).to_document()
-    assert list(document) == ["entry_names", "entry_name_bytes", *COLUMNS]
+    assert list(document) == ["entry_names", "entry_name_bytes", *COLUMNS, "encryption_key_id"]
     assert document["entry_names"] == b"wms1o1"
     assert document["chunk_begins"] == b"\1\1\0\1"
     assert document["block_saved"] == pack_column(np.array([BLOCK_BYTES - 100, 0, 4096 - 7, 0, 0]), "<u4")

@@ -21,7 +21,7 @@ from dcp_engine.errors import PlanError, StorageFullError
 from dcp_engine.storage.backends import WriteFile
 from dcp_engine.storage.backends.local import LocalDirectory
 from dcp_engine.storage.codecs import RAW
-from dcp_engine.storage.digest import block_digest
+from dcp_engine.storage.digest import XXH3
 from dcp_engine.storage.dtypes import OBJECT
 from dcp_engine.storage.envelope import FOOTER_MAGIC, open_body, parse_record
 from dcp_engine.storage.footer import decode_footer
@@ -137,9 +137,9 @@ def test_the_bytes_of_a_raw_file_are_header_blocks_padding_footer(tmp_path: Path
     assert hashlib.sha256(data[at:-64]).digest() == receipt.footer_sha256 == data[-32:]
     assert (receipt.raw_bytes, receipt.stored_bytes) == (BLOCK_BYTES + 32, BLOCK_BYTES + 32)
     assert table_of(receipt).block_digests.tolist() == [
-        block_digest(large.numpy().tobytes()[:BLOCK_BYTES]),
-        block_digest(large.numpy().tobytes()[BLOCK_BYTES:]),
-        block_digest(small.numpy().tobytes()),
+        XXH3.of(large.numpy().tobytes()[:BLOCK_BYTES]),
+        XXH3.of(large.numpy().tobytes()[BLOCK_BYTES:]),
+        XXH3.of(small.numpy().tobytes()),
     ]
 
 
@@ -149,7 +149,7 @@ def test_the_footer_says_whose_file_it_is(tmp_path: Path) -> None:
     record = parse_record(data[-RECORD_BYTES:], FOOTER_MAGIC, file=receipt.name)
     footer = decode_footer(open_body(record, data[-RECORD_BYTES - record.stored_bytes : -RECORD_BYTES], file=receipt.name))
     assert footer.table.to_document() == table_of(receipt).to_document()
-    assert footer.table.block_digests.tolist() == [block_digest(numbers(4).numpy().tobytes())]
+    assert footer.table.block_digests.tolist() == [XXH3.of(numbers(4).numpy().tobytes())]
     assert (footer.name, footer.rank, footer.world_size, footer.nonce) == ("optimizer-00003.shard", 3, 5, NONCE)
     assert (receipt.name, receipt.component, receipt.rank, receipt.nonce) == ("optimizer-00003.shard", "optimizer", 3, NONCE)
 
