@@ -9,7 +9,6 @@ import math
 import os
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from dcp_engine.background.priority import Priority
 from dcp_engine.background.process import ProcessExecutor
 from dcp_engine.background.supervisor import Supervisor
 from dcp_engine.background.thread import ThreadExecutor
+from dcp_engine.background.unchanged import UnchangedAlarm
 from dcp_engine.background.watch import Liveness
 from dcp_engine.errors import (
     BackgroundSaveError,
@@ -44,14 +44,10 @@ from dcp_engine.planners import BalancedSavePlanner
 from dcp_engine.staging import DoubleBufferStager
 from dcp_engine.staging.failure import failed_state, failures_in
 
-__all__ = ["BackgroundSaver", "UnchangedStateWarning"]
+__all__ = ["BackgroundSaver"]
 
 _LOG = logging.getLogger(__name__)
 _JOIN_SECS = 10.0
-
-
-class UnchangedStateWarning(UserWarning):
-    """Two checkpoints of different steps hold the same tensors: training may not be training what is saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +120,7 @@ class BackgroundSaver:
         self._planner = BalancedSavePlanner()
         self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
         self._handles: list[SaveHandle] = []
-        self._last_content: tuple[int | None, int] | None = None
+        self._alarm = UnchangedAlarm()
         self._closed = False
         self._given_up = False
         self._process = os.getpid()
@@ -159,11 +155,14 @@ class BackgroundSaver:
             # Other ranks may have read it, or not seen it yet, and save: they must get an error, and not be left waiting.
             self._enqueue(failed_state(_refusal(earlier, step)), writer, planner, handle, (0.0, 0.0, started))
             raise earlier
+        before = self.stager.last_report
         state = self._stage(state_dict)
         report = self.stager.last_report
         waited = 0.0 if report is None else report.waited_secs
         self._enqueue(state, writer, planner, handle, (waited, time.monotonic() - started - waited, started))
-        self._warn_if_unchanged(step)
+        if report is not None and report is not before:  # else staging has failed
+            self._alarm.add(step, report.content)
+        self._alarm.ring()
         return handle
 
     def wait(self, timeout_secs: float | None = None) -> None:
@@ -182,6 +181,7 @@ class BackgroundSaver:
         error = self._unread_failure()
         if error is not None:
             raise error
+        self._alarm.ring()
 
     def close(self, timeout_secs: float | None = None) -> None:
         """Wait for every save, then end. Idempotent.
@@ -245,18 +245,6 @@ class BackgroundSaver:
         self._handles.append(handle)
         _resolve_staged(state, handle)
         self._queue.put(_Queued(SaveJob(state, writer, planner or self._planner), handle, *times))
-
-    def _warn_if_unchanged(self, step: int | None) -> None:
-        report = self.stager.last_report
-        if report is None or report.content is None:
-            return
-        last, self._last_content = self._last_content, (step, report.content)
-        if last is not None and last[1] == report.content and step is not None and last[0] is not None and step > last[0]:
-            warnings.warn(
-                f"the tensors staged for step {step} are those of step {last[0]}: is the optimizer stepping the model that is saved?",
-                UnchangedStateWarning,
-                stacklevel=3,
-            )
 
     def _serve(self) -> None:
         self._executor.begin()

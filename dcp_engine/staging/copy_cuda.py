@@ -71,10 +71,8 @@ class CudaCopier:
             RuntimeError: torch's, for whatever went wrong; nothing is under way then.
         """
         by_device: dict[torch.device, list[Slot]] = {}
-        for slot in plan.slots:
-            device = tensors[slot.member].device
-            if device.type == "cuda":
-                by_device.setdefault(device, []).append(slot)
+        for slot in plan.elsewhere:
+            by_device.setdefault(slot.device, []).append(slot)
         transfers: list[Transfer] = []
         try:
             for device, slots in by_device.items():

@@ -6,7 +6,11 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["Run", "copy_runs"]
+import torch
+
+from dcp_engine.staging.layout import StagePlan
+
+__all__ = ["HostCopier", "Run", "copy_runs"]
 
 Run = tuple[int, int, int]
 """Target address, source address, number of bytes."""
@@ -14,6 +18,42 @@ Run = tuple[int, int, int]
 _ALONE_BYTES = 4 * 1024**2
 """Below this a second thread costs more than it copies."""
 _PIECE_BYTES = 8 * 1024**2
+
+
+class HostCopier:
+    """Copies what lies in host memory.
+
+    Args:
+        threads: that copy, the caller's among them. The others are started when there is enough for them to do.
+
+    Thread-safety: ``copy`` from one thread at a time, and not after ``close``.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._helpers: ThreadPoolExecutor | None = None
+
+    def copy(self, plan: StagePlan, tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+        """Fill the slots of ``plan`` that lie in host memory.
+
+        Args:
+            plan: where everything goes.
+            tensors: the plan's tensors, in its order.
+            flat: the buffer, uint8 of shape ``(at least plan.num_bytes,)``.
+        """
+        with torch.no_grad():
+            for slot in plan.host_values:
+                tensor = tensors[slot.member]
+                flat[slot.offset : slot.offset + slot.num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        if self._threads > 1 and self._helpers is None and plan.num_bytes > _ALONE_BYTES:
+            self._helpers = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="dcp-engine-copy")
+        address = flat.data_ptr()
+        copy_runs([(address + offset, start, num_bytes) for offset, start, num_bytes in plan.host_runs], self._helpers, self._threads)
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        if self._helpers is not None:
+            self._helpers.shutdown(wait=False)
 
 
 def copy_runs(runs: Sequence[Run], pool: ThreadPoolExecutor | None, threads: int) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ALIGNMENT_BYTES", "SMALL_BYTES", "Extent", "Slot", "StagePlan", "View", "extent_of", "plan_slots"]
+__all__ = ["ALIGNMENT_BYTES", "SMALL_BYTES", "Extent", "Slot", "StagePlan", "View", "extent_of", "place_of", "plan_slots"]
 
 ALIGNMENT_BYTES = 64
 """A cache line, and a multiple of every element's size. A slot starts in a line of its own, where in it its source does."""
@@ -63,6 +63,21 @@ def extent_of(tensor: torch.Tensor) -> Extent:
     return Extent(tensor.device, storage, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, is_bits)
 
 
+def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where a plain strided tensor lies and how it is read. Lists of equal places may use one plan: which storage an address belongs to,
+    which takes as long to ask as all of this, changes nothing of what is to be copied from it.
+    """
+    return (
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.is_neg(),
+        tensor.dtype.is_complex and tensor.is_conj(),
+    )
+
+
 class Slot(NamedTuple):
     """One run of the buffer.
 
@@ -85,10 +100,11 @@ class Slot(NamedTuple):
 
 
 class View(NamedTuple):
-    """How a staged tensor looks into the buffer: byte offset, strides in elements. Shape and dtype are the source's."""
+    """How a staged tensor looks into the buffer: byte offset, strides in elements, offset in elements. Shape and dtype are the source's."""
 
     offset: int
     stride: tuple[int, ...]
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +115,19 @@ class StagePlan:
         slots: in the order of the buffer: by device, the small ones of each first.
         views: one a tensor, in the order given; offset 0 for a tensor without elements.
         num_bytes: of the buffer.
+        places: offset and length of each slot.
+        host_runs: offset, address of the source and length of each slot that is copied whole from memory of the host.
+        host_values: the slots whose values are copied one by one from there.
+        elsewhere: the slots whose sources lie on devices.
     """
 
-    slots: tuple[Slot, ...]
-    views: tuple[View, ...]
-    num_bytes: int
+    slots: tuple[Slot, ...] = ()
+    views: tuple[View, ...] = ()
+    num_bytes: int = 0
+    places: tuple[tuple[int, int], ...] = ()
+    host_runs: tuple[tuple[int, int, int], ...] = ()
+    host_values: tuple[Slot, ...] = ()
+    elsewhere: tuple[Slot, ...] = ()
 
 
 class _Region(NamedTuple):
@@ -127,7 +151,7 @@ def plan_slots(extents: Sequence[Extent]) -> StagePlan:
     regions = [*_dense_regions(extents), *_sparse_regions(extents)]
     regions.sort(key=lambda region: (str(region.device), region.num_bytes > SMALL_BYTES, region.members[0]))
     slots = []
-    views = [View(0, extent.stride) for extent in extents]
+    views = [View(0, extent.stride, 0) for extent in extents]
     position = 0
     for region in regions:
         if region.is_copied_whole:
@@ -137,11 +161,21 @@ def plan_slots(extents: Sequence[Extent]) -> StagePlan:
         for member in region.members:
             extent = extents[member]
             if region.is_copied_whole:
-                views[member] = View(position + extent.start - region.start, extent.stride)
+                offset, stride = position + extent.start - region.start, extent.stride
             else:
-                views[member] = View(position, _packed_stride(extent.shape))
+                offset, stride = position, _packed_stride(extent.shape)
+            views[member] = View(offset, stride, offset // extent.dtype.itemsize)
         position = -(-(position + region.num_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return StagePlan(tuple(slots), tuple(views), position)
+    on_host = [slot for slot in slots if slot.device.type == "cpu"]
+    return StagePlan(
+        tuple(slots),
+        tuple(views),
+        position,
+        places=tuple((slot.offset, slot.num_bytes) for slot in slots),
+        host_runs=tuple((slot.offset, slot.start, slot.num_bytes) for slot in on_host if slot.is_copied_whole),
+        host_values=tuple(slot for slot in on_host if not slot.is_copied_whole),
+        elsewhere=tuple(slot for slot in slots if slot.device.type != "cpu"),
+    )
 
 
 def _is_dense(extent: Extent) -> bool:

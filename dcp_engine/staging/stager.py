@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcp_engine.errors import (
@@ -24,11 +24,12 @@ from dcp_engine.garbage import without_gc
 from dcp_engine.staged_memory import Lease
 from dcp_engine.staging.arena import Arena, MemoryKind, require_room
 from dcp_engine.staging.buffers import Buffer, BufferInfo, BufferPool, BufferState
-from dcp_engine.staging.copy_cuda import CudaCopier, Transfer, wait_for
-from dcp_engine.staging.copy_host import copy_runs
+from dcp_engine.staging.copy_cuda import CudaCopier, wait_for
+from dcp_engine.staging.copy_host import HostCopier
 from dcp_engine.staging.digests import Thoroughness, place_digests
 from dcp_engine.staging.failure import state_for_all_ranks, unexpected
-from dcp_engine.staging.layout import Extent, StagePlan, extent_of, plan_slots
+from dcp_engine.staging.handed_out import HandedOut, StagedState, Staging
+from dcp_engine.staging.layout import StagePlan, extent_of, place_of, plan_slots
 from dcp_engine.staging.options import staging_options
 from dcp_engine.staging.proof import SharedBuffer, StagingProof
 from dcp_engine.staging.state import StagedTensor, find_tensors, rebuilt, views_in
@@ -59,7 +60,8 @@ class StagingReport:
         num_tensors: staged, ties counted for each key.
         num_slots: runs of memory that were copied.
         replanned: whether the layout differs from the last one's.
-        content: digest of all tensors, None with ``verify_staging="off"``, or while copies from a device are under way.
+        content: digest of all tensors, None with ``verify_staging="off"``, or where copies from a device have failed; done when copies
+            from devices are through.
     """
 
     waited_secs: float
@@ -68,18 +70,7 @@ class StagingReport:
     num_tensors: int
     num_slots: int
     replanned: bool
-    content: int | None
-
-
-@dataclass(slots=True)
-class _Staging:
-    """One state in one buffer. Holds no tensor: those that were handed out must be free to go."""
-
-    buffer: Buffer
-    turn: int
-    proof: StagingProof
-    lease: Lease
-    transfers: list[Transfer]
+    content: Future[int | None]
 
 
 class DoubleBufferStager(AsyncStager):
@@ -133,14 +124,15 @@ class DoubleBufferStager(AsyncStager):
             memory=memory, budget_bytes=budget_bytes, wait_secs=wait_secs, verify_staging=verify_staging, threads=threads
         )
         self._buffers = BufferPool(_NUM_BUFFERS)
-        self._helpers: ThreadPoolExecutor | None = None
+        self._host = HostCopier(self._options.threads)
         self._watcher: ThreadPoolExecutor | None = None
         self._cuda = CudaCopier()
         self._in_stage = threading.Lock()
-        self._extents: list[Extent] = []
-        self._plan = StagePlan((), (), 0)
-        self._last: _Staging | None = None
-        self._stagings: dict[int, _Staging] = {}
+        self._stager: int | None = None
+        self._places: list[tuple[object, ...]] = []
+        self._plan = StagePlan()
+        self._last: Staging | None = None
+        self._handed_out = HandedOut()
         self._copied: Future[None] | None = None
         self._count = 0
         self._closed = False
@@ -163,13 +155,9 @@ class DoubleBufferStager(AsyncStager):
                 All of them only without a process group, see above.
         """
         try:
-            if not self._in_stage.acquire(blocking=False):
-                raise UsageError("the stager is in use by another thread", remedy="stage from one thread, or use a stager for each")
-            try:
+            with self._alone():
                 self._last = None  # else track() would end an earlier state's lease together with this one's failure
                 return self._stage(state_dict)
-            finally:
-                self._in_stage.release()
         except Exception as error:
             failure = error if isinstance(error, DcpEngineError) else unexpected(error)
             failing = state_for_all_ranks(failure)
@@ -186,13 +174,19 @@ class DoubleBufferStager(AsyncStager):
             copied.result()
 
     def close(self) -> None:
-        """Give all memory back; what is still being written keeps its buffer until then. Idempotent."""
+        """Give all memory back; what is still being written keeps its buffer until then. Idempotent.
+
+        A ``stage`` under way in another thread ends first: well, or by ``ClosedError`` if it still waits for a buffer.
+        """
         self._closed = True
-        self.synchronize_staging()
         self._buffers.close()
-        for pool in (self._helpers, self._watcher):
-            if pool is not None:
-                pool.shutdown(wait=False)
+        if self._stager != threading.get_ident():  # else a class in the state closes the stager that stages it
+            with self._in_stage:
+                pass  # nobody begins to stage any more
+        self.synchronize_staging()
+        self._host.close()
+        if self._watcher is not None:
+            self._watcher.shutdown(wait=False)
 
     # -- beyond DCP -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +222,7 @@ class DoubleBufferStager(AsyncStager):
         if isinstance(staged, Future):
             staged.add_done_callback(lambda done: None if done.exception() else self.release(done.result()))
             return
-        staging = self._stagings.get(id(staged))
+        staging = self._handed_out.staging_of(staged)
         if staging is not None:
             staging.lease.release()
 
@@ -238,7 +232,7 @@ class DoubleBufferStager(AsyncStager):
 
     def proof_of(self, staged: object) -> StagingProof | None:
         """What a process that writes this staged state from shared memory has to find there; None if it does not lie there."""
-        staging = self._stagings.get(id(staged))
+        staging = self._handed_out.staging_of(staged)
         arena = None if staging is None or staging.lease.is_released else staging.buffer.arena
         return None if staging is None or arena is None or arena.shared is None else staging.proof
 
@@ -249,10 +243,25 @@ class DoubleBufferStager(AsyncStager):
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While this is open, the calling thread stages, and no other one."""
+        is_free = not self._closed and self._in_stage.acquire(blocking=False)
+        if self._closed:
+            if is_free:
+                self._in_stage.release()
+            raise ClosedError("the stager is closed", remedy="make a new DoubleBufferStager")
+        if not is_free:
+            raise UsageError("the stager is in use by another thread", remedy="stage from one thread, or use a stager for each")
+        self._stager = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._stager = None
+            self._in_stage.release()
+
     def _stage(self, state_dict: _State) -> Future[_State] | _State:
         started = time.monotonic()
-        if self._closed:
-            raise ClosedError("the stager is closed", remedy="make a new DoubleBufferStager")
         with without_gc():
             tensors = find_tensors(state_dict)
             replanned = self._replan(tensors)
@@ -266,11 +275,10 @@ class DoubleBufferStager(AsyncStager):
             self._buffers.release(buffer, turn)
             raise
         self._last = staging
-        content = None if staging.transfers or not staging.proof.digests else hash(staging.proof.digests)
-        # By identity: its memory is soon another state's, while some may still hold this one.
-        self._stagings = {key: held for key, held in self._stagings.items() if not held.lease.is_released} | {id(staged_state): staging}
+        self._handed_out.add(staged_state, staging)
+        blocked_secs = time.monotonic() - started
         self.last_report = StagingReport(
-            waited_secs, time.monotonic() - started, self._plan.num_bytes, len(tensors), len(self._plan.slots), replanned, content
+            waited_secs, blocked_secs, self._plan.num_bytes, len(tensors), len(self._plan.slots), replanned, staging.content
         )
         if not staging.transfers:
             return staged_state
@@ -292,10 +300,10 @@ class DoubleBufferStager(AsyncStager):
             return buffer, patience_secs + waited_secs
 
     def _replan(self, tensors: Sequence[StagedTensor]) -> bool:
-        extents = [extent_of(tensor.local) for tensor in tensors]
-        if extents == self._extents:
+        places = [place_of(tensor.local) for tensor in tensors]
+        if places == self._places:
             return False
-        plan = plan_slots(extents)
+        plan = plan_slots([extent_of(tensor.local) for tensor in tensors])
         needed = _NUM_BUFFERS * plan.num_bytes
         if self._options.budget_bytes is not None and needed > self._options.budget_bytes:
             raise StagingMemoryError(
@@ -310,13 +318,13 @@ class DoubleBufferStager(AsyncStager):
         if needed > held:
             # All of it now, though the second buffer is taken later: better refused at the first save than at some other one.
             require_room(needed, held, self._options.memory, 1 if self._options.budget_bytes is not None else local_ranks())
-        self._extents, self._plan = extents, plan
+        self._places, self._plan = places, plan
         return True
 
-    def _fill(self, buffer: Buffer, tensors: Sequence[StagedTensor], state_dict: _State) -> tuple[_Staging, _State]:
+    def _fill(self, buffer: Buffer, tensors: Sequence[StagedTensor], state_dict: _State) -> tuple[Staging, StagedState]:
         plan = self._plan
         arena = self._arena(buffer, plan.num_bytes)
-        if arena.kind != "plain" and any(slot.device.type == "cuda" for slot in plan.slots):
+        if arena.kind != "plain" and plan.elsewhere:
             arena.pin()
         turn = buffer.turn
         lease = Lease(
@@ -328,13 +336,14 @@ class DoubleBufferStager(AsyncStager):
             check=lambda: staging.proof.check(arena.memory),
         )
         names = tuple(tensors[slot.member].name for slot in plan.slots)
-        places = tuple((slot.offset, slot.num_bytes) for slot in plan.slots)
-        staging = _Staging(buffer, turn, StagingProof(arena.number, places, names, (), self._options.verify_staging), lease, [])
+        proof = StagingProof(arena.number, plan.places, names, (), self._options.verify_staging)
+        staging = Staging(buffer, turn, proof, lease, [], Future())
         try:
             flat = arena.open(lease.abandon)
-            staging.transfers = self._cuda.start(plan, [tensor.local for tensor in tensors], flat)
-            self._copy_host(plan, tensors, arena.address, flat)
-            staged_state = rebuilt(state_dict, views_in(flat, plan, tensors))
+            sources = [tensor.local for tensor in tensors]
+            staging.transfers = self._cuda.start(plan, sources, flat)
+            self._host.copy(plan, sources, flat)
+            staged_state = StagedState(rebuilt(state_dict, views_in(flat, plan, tensors)))
             if not staging.transfers:
                 self._staged(staging)
         except BaseException:
@@ -355,37 +364,23 @@ class DoubleBufferStager(AsyncStager):
             buffer.arena = arena = Arena(max(num_bytes, _MIN_BYTES), self._options.memory)
         return arena
 
-    def _copy_host(self, plan: StagePlan, tensors: Sequence[StagedTensor], address: int, flat: torch.Tensor) -> None:
-        runs = []
-        for slot in plan.slots:
-            tensor = tensors[slot.member].local
-            if tensor.device.type != "cpu":
-                continue
-            if slot.is_copied_whole:
-                runs.append((address + slot.offset, slot.start, slot.num_bytes))
-            else:
-                target = flat[slot.offset : slot.offset + slot.num_bytes].view(tensor.dtype).view(tensor.shape)
-                with torch.no_grad():
-                    target.copy_(tensor)
-        if self._options.threads > 1 and self._helpers is None:
-            self._helpers = ThreadPoolExecutor(self._options.threads - 1, thread_name_prefix="dcp-engine-copy")
-        copy_runs(runs, self._helpers, self._options.threads)
-
-    def _staged(self, staging: _Staging) -> None:
+    def _staged(self, staging: Staging) -> None:
         """The buffer holds its state."""
         arena = staging.buffer.arena
         assert arena is not None, "a buffer that is held has its memory"
         digests = place_digests(arena.memory, staging.proof.places, staging.proof.thoroughness)
         staging.proof = replace(staging.proof, digests=tuple(digests))
         self._buffers.enter(staging.buffer, staging.turn, BufferState.STAGED)
+        staging.content.set_result(hash(staging.proof.digests) if digests else None)
 
-    def _await_transfers(self, staging: _Staging, staged_state: _State, staged: Future[_State]) -> None:
+    def _await_transfers(self, staging: Staging, staged_state: StagedState, staged: Future[_State]) -> None:
         """In a thread of its own: when the copies from devices are through, the staged state is handed out."""
         try:
             wait_for(staging.transfers)
             self._staged(staging)
         except Exception as error:  # noqa: BLE001  whatever the device has raised
             staging.lease.release()
+            staging.content.set_result(None)
             failure = unexpected(error)
             failing = state_for_all_ranks(failure)  # as in stage(): a future that raises would leave the other ranks waiting
             if failing is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +41,11 @@ class StagedTensor:
 
     def around(self, staged: torch.Tensor) -> torch.Tensor:
         """The value's like around a copy of ``local``."""
-        if isinstance(self.value, DTensor):
+        is_plain = type(self.value) in _PLAIN_TYPES
+        if not is_plain and isinstance(self.value, DTensor):
             return rewrapped(self.value, staged)
-        if hasattr(self.value, "global_shape"):
+        # A plain tensor's class has no such attribute, and to find that out would take longer than all else.
+        if "global_shape" in vars(self.value) if is_plain else hasattr(self.value, "global_shape"):
             for field in _CHUNK_FIELDS:
                 if hasattr(self.value, field):  # an incomplete set is the planner's to refuse
                     setattr(staged, field, copy.deepcopy(getattr(self.value, field)))
@@ -61,23 +63,30 @@ def find_tensors(state_dict: Mapping[Any, Any]) -> list[StagedTensor]:
     """
     found: list[StagedTensor] = []
     seen: set[int] = set()
-    stack: list[tuple[str, Any]] = [("", state_dict)]
-    while stack:
-        name, value = stack.pop()
-        cls = type(value)
-        if cls in _ATOMS or id(value) in seen:
-            continue
-        if isinstance(value, torch.Tensor):
-            seen.add(id(value))
-            local = _local(name, value)
-            if local is not None:
-                found.append(StagedTensor(name, value, local))
-        elif isinstance(value, Mapping):
-            seen.add(id(value))
-            stack += [(f"{name}.{key}" if name else str(key), child) for key, child in reversed(list(value.items()))]
-        elif isinstance(value, list | tuple):
-            seen.add(id(value))
-            stack += [(f"{name}.{index}", child) for index, child in reversed(tuple(enumerate(value)))]
+    # Containers that are being walked, with the beginning of their members' names: no recursion, whose limit a deep state would meet.
+    walked: list[tuple[str, Iterator[tuple[Any, Any]]]] = [("", iter([*state_dict.items()]))]
+    while walked:
+        prefix, members = walked[-1]
+        for key, value in members:
+            cls = type(value)
+            if cls in _ATOMS or id(value) in seen:
+                continue
+            if cls in _PLAIN_TYPES or isinstance(value, torch.Tensor):
+                seen.add(id(value))
+                name = f"{prefix}{key}"
+                local = value if cls in _PLAIN_TYPES and _is_ordinary(value) else _local(name, value)
+                if local is not None:
+                    found.append(StagedTensor(name, value, local))
+            elif cls is dict or isinstance(value, Mapping):
+                seen.add(id(value))
+                walked.append((f"{prefix}{key}.", iter([*value.items()])))
+                break
+            elif isinstance(value, list | tuple):
+                seen.add(id(value))
+                walked.append((f"{prefix}{key}.", enumerate(tuple(value))))
+                break
+        else:
+            walked.pop()
     return found
 
 
@@ -103,6 +112,17 @@ def _local(name: str, value: torch.Tensor) -> torch.Tensor | None:
     return local if local.device.type in ("cpu", "cuda") else None
 
 
+def _is_ordinary(value: torch.Tensor) -> bool:
+    """Whether a plain tensor is staged as it is, which nearly all are."""
+    return (
+        (value.is_cpu or value.is_cuda)
+        and value.layout is torch.strided
+        and not value.is_nested
+        and not value.is_quantized
+        and (value.data_ptr() != 0 or value.numel() == 0)
+    )
+
+
 def _is_freed(local: torch.Tensor) -> bool:
     """Whether no memory is behind the elements, as after ``resize_(0)`` of the storage."""
     return not local.data_ptr() and local.numel() > 0
@@ -117,7 +137,7 @@ def views_in(flat: torch.Tensor, plan: StagePlan, tensors: Sequence[StagedTensor
         whole = of_dtype.get(dtype)
         if whole is None:
             whole = of_dtype[dtype] = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        staged[id(tensor.value)] = tensor.around(whole.as_strided(tensor.local.shape, view.stride, view.offset // dtype.itemsize))
+        staged[id(tensor.value)] = tensor.around(whole.as_strided(tensor.local.shape, view.stride, view.first))
     return staged
 
 
@@ -132,7 +152,7 @@ def rebuilt(state_dict: Mapping[Any, Any], staged: Mapping[int, Any]) -> dict[st
         StagingError: something cannot be copied; names the first such value.
     """
     try:
-        return copy.deepcopy(dict(state_dict), dict(staged))
+        return _copied_dict(dict(state_dict), dict(staged))
     except RecursionError as error:
         raise StagingError(
             "the state is nested too deeply to be copied",
@@ -147,6 +167,27 @@ def rebuilt(state_dict: Mapping[Any, Any], staged: Mapping[int, Any]) -> dict[st
             found=f"{type(value).__module__}.{type(value).__qualname__}: {error}",
             remedy="leave it out of the state, put its state_dict() there, or save without staging (dcp.save)",
         ) from error
+
+
+def _copied_dict(values: Mapping[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
+    """As ``copy.deepcopy`` of a dict, without its calls for each text, number and staged tensor, which are nearly all of a state."""
+    copied: dict[Any, Any] = {}
+    memo[id(values)] = copied
+    for key, value in values.items():
+        if type(key) not in _ATOMS:
+            key = copy.deepcopy(key, memo)
+        cls = type(value)
+        if cls in _ATOMS:
+            copied[key] = value
+            continue
+        found = memo.get(id(value), memo)
+        if found is not memo:
+            copied[key] = found
+        elif cls is dict:
+            copied[key] = _copied_dict(value, memo)
+        else:
+            copied[key] = copy.deepcopy(value, memo)
+    return copied
 
 
 def _first_uncopied(state_dict: Mapping[Any, Any], staged: Mapping[int, Any]) -> tuple[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import pickle
 import resource
 import threading
 from collections import OrderedDict, UserDict, namedtuple
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from support.late_copies import LateCopies
 from support.values import DTYPES, full, same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -39,6 +41,7 @@ from dcp_engine.errors import (
 )
 from dcp_engine.staging import BufferState, DoubleBufferStager, arena
 from dcp_engine.staging.arena import available_bytes
+from dcp_engine.staging.handed_out import StagedState
 
 FREE = [BufferState.FREE, BufferState.FREE]
 
@@ -243,7 +246,7 @@ def test_a_report_says_what_was_done() -> None:
     for value in (0.0, 0.0, 1.0):
         weight += value
         stager.release(stager.stage({"w": weight}))
-        contents.append(stager.last_report.content)
+        contents.append(stager.last_report.content.result())
     assert contents[0] == contents[1] != contents[2]
     assert stager.last_report.replanned is False
 
@@ -489,3 +492,114 @@ def test_a_closed_stager_is_refused_and_closing_twice_is_fine() -> None:
     with pytest.raises(ClosedError):
         stager.stage({"w": torch.ones(3)})
     assert staged["w"].tolist() == [1, 1, 1], "what was handed out lives as long as its holder"
+
+
+def test_closing_waits_for_a_state_that_another_thread_stages() -> None:
+    stager = DoubleBufferStager()
+    reached, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def __deepcopy__(self, _: object) -> Slow:
+            reached.set()
+            assert go_on.wait(30)
+            return self
+
+    found: list[Any] = []
+    stages = threading.Thread(target=lambda: found.append(stager.stage({"w": torch.ones(2**21), "slow": Slow()})))
+    stages.start()
+    assert reached.wait(30)
+    closes = threading.Thread(target=stager.close)
+    closes.start()
+    while not stager._closed:
+        pass
+    with pytest.raises(ClosedError):
+        stager.stage({"w": torch.ones(3)})
+    assert closes.is_alive()
+    go_on.set()
+    stages.join(30)
+    closes.join(30)
+    assert found[0]["w"].sum().item() == 2**21
+    for helper in [thread for thread in threading.enumerate() if thread.name.startswith("dcp-engine-copy")]:
+        helper.join(30)
+        assert not helper.is_alive()
+
+
+def test_closing_ends_the_wait_of_another_thread_for_a_buffer() -> None:
+    stager = DoubleBufferStager(wait_secs=600)
+    held = [stager.stage({"w": torch.ones(1)}), stager.stage({"w": torch.ones(1)})]
+    errors: list[Exception] = []
+
+    def stage() -> None:
+        try:
+            stager.stage({"w": torch.ones(1)})
+        except ClosedError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=stage)
+    waiting.start()
+    while not stager._in_stage.locked():
+        pass
+    stager.close()
+    waiting.join(30)
+    assert len(errors) == 1
+    assert [one["w"].item() for one in held] == [1, 1]
+
+
+def test_a_class_of_the_state_may_close_the_stager_that_stages_it() -> None:
+    stager = DoubleBufferStager()
+
+    class Closes:
+        def __deepcopy__(self, _: object) -> Closes:
+            stager.close()
+            return self
+
+    assert stager.stage({"w": torch.ones(3), "closes": Closes()})["w"].tolist() == [1, 1, 1]
+    with pytest.raises(ClosedError):
+        stager.stage({"w": torch.ones(3)})
+
+
+def test_a_dict_at_the_address_of_a_staged_state_that_is_gone_gives_nothing_back() -> None:
+    stager = DoubleBufferStager(memory="shared")  # whose buffers do not come back when the last tensor is gone
+    staged = stager.stage({"w": torch.ones(3)})
+    assert stager.proof_of(staged) is not None
+    address = id(staged)
+    del staged
+    strangers = []
+    while not strangers or id(strangers[-1]) != address:
+        strangers.append(StagedState(w=1))
+        assert len(strangers) < 100_000
+    assert stager.proof_of(strangers[-1]) is None
+    stager.release(strangers[-1])
+    assert states(stager) == [BufferState.STAGED, BufferState.FREE]
+
+
+def test_a_staged_state_travels_as_a_plain_dict() -> None:
+    staged = DoubleBufferStager().stage({"n": 1})
+    assert type(pickle.loads(pickle.dumps(staged))) is dict
+
+
+def test_a_state_on_a_device_has_a_digest_when_it_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = LateCopies(monkeypatch)
+    stager = DoubleBufferStager(memory="plain")
+    staged = stager.stage({"w": torch.ones(3)})
+    assert isinstance(staged, Future)
+    assert stager.last_report is not None
+    assert not stager.last_report.content.done()
+    copies.end()
+    assert staged.result(60)["w"].tolist() == [1, 1, 1]
+    assert isinstance(stager.last_report.content.result(60), int)
+    stager.close()
+
+
+def test_a_device_that_fails_leaves_no_digest_and_frees_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = LateCopies(monkeypatch, RuntimeError("the device is gone"))
+    stager = DoubleBufferStager(memory="plain")
+    staged = stager.stage({"w": torch.ones(3)})
+    copies.end()
+    assert isinstance(staged, Future)
+    with pytest.raises(StagingError, match="the device is gone"):
+        staged.result(60)
+    assert stager.last_report is not None
+    assert stager.last_report.content.result(60) is None
+    assert states(stager) == FREE
+    stager.close()
