@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ import torch
 from support.checkpoints import unprivileged, world_readable_directory
 from support.engine import attempts_in, contents, failure_of, load, refused, save
 from support.ranks import RankPool
+from support.tmpfs import resize, small_disk, used_pages
 from support.values import full, same
 from torch.distributed.checkpoint import CheckpointException
 
@@ -29,8 +26,6 @@ from dcp_engine.errors import (
     StoragePermissionError,
 )
 
-_MS_REMOUNT, _MNT_DETACH = 32, 2
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SHAPES = {"a": (50, 40), "b": (3_000,), "c": (7,)}
 
 
@@ -111,32 +106,6 @@ def test_a_file_that_may_not_be_read_is_named(name: str) -> None:
 
 
 # -- no space ------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def small_disk(place: Path) -> Iterator[bool]:
-    """A tmpfs at ``place``, gone afterwards. False: not allowed here."""
-    place.mkdir()
-    if not mount(place, "size=16m"):
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        ctypes.CDLL(None).umount2(os.fsencode(place), _MNT_DETACH)
-
-
-def mount(place: Path, options: str, flags: int = 0) -> bool:
-    return bool(ctypes.CDLL(None).mount(b"tmpfs", os.fsencode(place), b"tmpfs", ctypes.c_ulong(flags), options.encode()) == 0)
-
-
-def resize(place: Path, num_pages: int) -> None:
-    assert mount(place, f"size={num_pages * PAGE_BYTES}", _MS_REMOUNT)
-
-
-def used_pages(place: Path) -> int:
-    stats = os.statvfs(place)
-    return (stats.f_blocks - stats.f_bfree) * stats.f_frsize // PAGE_BYTES
 
 
 def fill_disk(directory: str) -> list[tuple[str, str | None]] | None:
