@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
 from dataclasses import dataclass
 
-__all__ = ["Usage", "usage"]
+__all__ = ["Usage", "usage", "without_huge_pages"]
 
+_PR_SET_THP_DISABLE = 41
 _SHARED_PREFIXES = ("/dev/shm/", "/memfd:")
 
 
@@ -27,6 +29,14 @@ class Usage:
     shared_bytes: int
     threads: int
     descriptors: int
+
+
+def without_huge_pages() -> bool:
+    """Have this process and those that it starts from now on get no transparent huge pages: numpy asks for them for arrays that it frees
+    again, and the kernel then fills up runs of 2 MB of the heap, a few megabytes at times that mean nothing. Whether that was done.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    return prctl is not None and prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
 
 
 def usage() -> Usage:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Lease", "leases_of", "writing"]
+__all__ = ["Lease", "is_staged", "leases_of", "writing"]
 
 
 class Lease:
@@ -129,6 +129,13 @@ def leases_of(values: Iterable[object]) -> list[Lease]:
         if not wanted:
             break
     return found
+
+
+def is_staged(address: int, num_bytes: int) -> bool:
+    """Whether a run of memory lies in a staged state, which nobody changes before its lease is released."""
+    with _LOCK:
+        leases = list(_LEASES.values())
+    return any(lease.start <= address and address + num_bytes <= lease.end for lease in leases)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from benchmarks.results import CaseResult, Claim
 from benchmarks.state import State, check_same, mixed_state, scramble
 from benchmarks.stats import ratio
 from benchmarks.training import FULL, QUICK
-from benchmarks.usage import usage
+from benchmarks.usage import usage, without_huge_pages
 from dcp_engine import ReshardLoadPlanner, ShardReader, ShardWriter
 from dcp_engine.background import BackgroundSaver, Priority, SaveHandle
 
@@ -89,6 +89,7 @@ class Async:
             "Every system has saved once before the first round: buffers are warm, processes run.",
             "Growth is the most after the first saves, of this process and the one that saves together; the ten saves in the middle are "
             "of two fifths of the bytes, which makes the stager give its buffers back and take smaller ones.",
+            "Those processes get no transparent huge pages, which the kernel rounds up to at times that mean nothing.",
         ]
 
 
@@ -195,6 +196,7 @@ def _many_system(executor: str, path: str, options: Options) -> System:
 
 def _many_saves(executor: str, path: str, options: Options) -> dict[str, float]:
     """Save again and again, each while the one before is still written; growth after the first ones."""
+    without_huge_pages()
     torch.set_num_threads(1)
     small = replace(options, state_bytes=min(options.state_bytes, _MANY_BYTES))
     state = mixed_state(small)

@@ -11,10 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ALIGNMENT_BYTES", "SMALL_BYTES", "Extent", "Slot", "StagePlan", "View", "extent_of", "place_of", "plan_slots"]
+__all__ = ["ALIGNMENT_BYTES", "PAGE_BYTES", "SMALL_BYTES", "Extent", "Slot", "StagePlan", "View", "extent_of", "place_of", "plan_slots"]
 
 ALIGNMENT_BYTES = 64
 """A cache line, and a multiple of every element's size. A slot starts in a line of its own, where in it its source does."""
+PAGE_BYTES = 4096
+"""Large slots begin a page, if their sources are aligned to the widest element: a device takes whole pages from where they lie."""
+_WIDEST_BYTES = 16
 SMALL_BYTES = 256 * 1024
 """Slots up to this size are gathered on a device before they cross: a transfer of its own would cost more than its bytes."""
 
@@ -154,9 +157,13 @@ def plan_slots(extents: Sequence[Extent]) -> StagePlan:
     views = [View(0, extent.stride, 0) for extent in extents]
     position = 0
     for region in regions:
+        is_large = region.num_bytes > SMALL_BYTES
+        if is_large:
+            position = -(-position // PAGE_BYTES) * PAGE_BYTES
         if region.is_copied_whole:
-            # As far into a cache line as the source is: every element of every view that begins anywhere in there stays aligned.
-            position += region.start % ALIGNMENT_BYTES
+            # As far into a cache line as the source is, or, of a large one, into the widest element: every element of every view that
+            # begins anywhere in there stays aligned.
+            position += region.start % (_WIDEST_BYTES if is_large else ALIGNMENT_BYTES)
         slots.append(Slot(position, region.num_bytes, region.device, region.start, region.members[0], region.is_copied_whole))
         for member in region.members:
             extent = extents[member]

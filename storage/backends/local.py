@@ -13,6 +13,7 @@ from time import perf_counter
 from dcp_engine.errors import LimitExceededError, MissingFileError, StorageError, TruncatedFileError
 from dcp_engine.storage.backends.base import Buffer
 from dcp_engine.storage.backends.calls import system
+from dcp_engine.storage.backends.direct import DIRECT_BYTES, DirectWrites
 from dcp_engine.storage.backends.directories import file_kind
 from dcp_engine.storage.backends.failures import storage_failure
 from dcp_engine.storage.backends.locations import check_name
@@ -71,6 +72,7 @@ class LocalWriteFile:
         self._path = path
         self._name = name
         self._fd = fd
+        self._direct = DirectWrites(os.path.join(path, name), fd)
         self._lock = threading.Lock()
         # A measurement that met a closed descriptor might meet another file.
         self._open_lock = threading.Lock()
@@ -109,7 +111,10 @@ class LocalWriteFile:
         Each piece throws the interpreter's own memory out of the cache, so that few of its instructions may run in between.
         """
         self._check_usable()
-        start, view = position, memoryview(part).cast("B")
+        view = memoryview(part).cast("B")
+        num_bytes = self._write_direct(position, view, seen)
+        position, view = position + num_bytes, view[num_bytes:]
+        start = position
         for begin in range(0, len(view), _PIECE_BYTES):
             piece = view[begin : begin + _PIECE_BYTES]
             num_bytes = self._call(position, (piece,))
@@ -117,19 +122,42 @@ class LocalWriteFile:
                 self.write_at(position + num_bytes, [piece[num_bytes:]])
             seen(piece)
             position += len(piece)
-        self._note(start, position)
+        if view:
+            self._note(start, position)
+
+    def _write_direct(self, position: int, view: memoryview, seen: Callable[[memoryview], object]) -> int:
+        """Writes past the page cache what should be; returns how many bytes from the beginning that were."""
+        done = 0
+        while done < len(view):
+            piece = view[done : done + DIRECT_BYTES]
+            try:
+                num_bytes = self._direct.write(position + done, piece)
+            except OSError as error:
+                raise self._failed(error, position + done) from error
+            for begin in range(0, num_bytes, _PIECE_BYTES):
+                seen(piece[begin : min(begin + _PIECE_BYTES, num_bytes)])
+            done += num_bytes
+            if num_bytes < len(piece):
+                break
+        if done:
+            with self._lock:
+                self._position = max(self._position, position + done)
+        return done
 
     def _call(self, position: int, views: Sequence[memoryview]) -> int:
         """One call of the system; returns how many bytes it took."""
         try:
             num_bytes = system().pwritev(self._fd, views, position)
         except OSError as error:
-            self._dead = True
-            raise storage_failure(error, f"write at byte {position}", path=self._path, file=self._name) from error
+            raise self._failed(error, position) from error
         if num_bytes == 0:
             self._dead = True
             raise StorageError("the file system takes no more bytes and gives no reason", path=self._path, file=self._name)
         return num_bytes
+
+    def _failed(self, error: OSError, position: int) -> StorageError:
+        self._dead = True
+        return storage_failure(error, f"write at byte {position}", path=self._path, file=self._name)
 
     def _note(self, start: int, stop: int) -> None:
         """Counts what was written, and has the kernel begin with it once it is enough."""
@@ -155,6 +183,7 @@ class LocalWriteFile:
         with self._open_lock:
             self._dead = True
         try:
+            self._direct.close()
             system().fsync(self._fd)
             fd, self._fd = self._fd, -1
             system().close(fd)
@@ -168,6 +197,8 @@ class LocalWriteFile:
             return
         with self._open_lock:
             self._dead = self._aborted = True
+        with contextlib.suppress(OSError):
+            self._direct.close()
         fd, self._fd = self._fd, -1
         # The bytes are unwanted, so that errors of both no longer matter: the attempt around them is removed or ignored as a whole.
         if fd >= 0:

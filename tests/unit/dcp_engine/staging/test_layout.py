@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_engine.staging.layout import ALIGNMENT_BYTES, SMALL_BYTES, Extent, extent_of, plan_slots
+from dcp_engine.staging.layout import ALIGNMENT_BYTES, PAGE_BYTES, SMALL_BYTES, Extent, extent_of, place_of, plan_slots
 
 CPU = torch.device("cpu")
 
@@ -83,6 +83,12 @@ def test_small_slots_of_a_device_lie_together() -> None:
     assert [slot.member for slot in plan.slots] == [1, 3, 0, 2]
 
 
+def test_a_large_slot_begins_a_page_and_keeps_the_alignment_of_the_widest_element() -> None:
+    aligned, odd = extent(2**20 + 48, SMALL_BYTES), extent(2**24 + 8, SMALL_BYTES)
+    assert [slot.offset for slot in plan_slots([aligned, odd]).slots] == [0, SMALL_BYTES * 4 + 8]
+    assert [slot.offset % PAGE_BYTES for slot in plan_slots([extent(4096, 3), aligned, odd]).slots] == [0, 0, 8]
+
+
 @st.composite
 def tensors(draw: st.DrawFn) -> list[torch.Tensor]:
     """Views of a few storages, of any strides."""
@@ -114,3 +120,13 @@ def test_slots_never_overlap_and_every_view_lies_in_one(found: list[torch.Tensor
 @given(tensors())
 def test_equal_extents_give_equal_plans(found: list[torch.Tensor]) -> None:
     assert plan_slots([extent_of(tensor) for tensor in found]) == plan_slots([extent_of(tensor) for tensor in found])
+
+
+@given(tensors(), tensors())
+def test_tensors_at_equal_places_have_equal_plans(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    for found in (one, other):
+        again = [tensor[...] for tensor in found]
+        assert [place_of(tensor) for tensor in again] == [place_of(tensor) for tensor in found]
+        assert plan_slots([extent_of(tensor) for tensor in again]) == plan_slots([extent_of(tensor) for tensor in found])
+    if any(tensor.numel() for tensor in one):
+        assert [place_of(tensor) for tensor in one] != [place_of(tensor.clone()) for tensor in one]
