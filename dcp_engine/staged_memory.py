@@ -6,104 +6,15 @@ the next save finds a free buffer although planners, futures and tracebacks may 
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Lease", "is_staged", "leases_of", "writing"]
+from dcp_engine.leases import Lease, live_leases
 
-
-class Lease:
-    """The right to one staged state's memory, from the call that staged it until somebody says that its bytes are no longer needed.
-
-    Args:
-        start: address of the first byte.
-        num_bytes: length of the memory.
-        owner: who has it, for messages.
-        on_writing: called once, when writing begins.
-        on_release: called once, when it ends.
-        check: raises if the memory does not hold what was staged.
-
-    Thread-safety: all methods may be called from any thread, and more than once; from destructors, too, which the garbage collector may
-    run in the middle of any of them.
-    """
-
-    def __init__(
-        self,
-        start: int,
-        num_bytes: int,
-        *,
-        owner: str,
-        on_writing: Callable[[], None],
-        on_release: Callable[[], None],
-        check: Callable[[], None],
-    ) -> None:
-        self.start = start
-        self.end = start + num_bytes
-        self.owner = owner
-        self.check = check
-        self._on_writing = on_writing
-        self._on_release = on_release
-        self._state = "held"
-        self._process = os.getpid()
-        self._lock = threading.RLock()
-        with _LOCK:
-            _LEASES[id(self)] = self
-
-    @property
-    def is_released(self) -> bool:
-        """Whether it is over."""
-        return self._state == "released"
-
-    def begin_writing(self) -> None:
-        """Somebody reads the staged bytes now."""
-        with self._lock:
-            if self._state != "held":
-                return
-            self._state = "writing"
-        self._on_writing()
-
-    def release(self) -> None:
-        """Nobody will read the staged bytes any more: their owner may overwrite them at once."""
-        with self._lock:
-            if self._state == "released":
-                return
-            self._state = "released"
-        with _LOCK:
-            _LEASES.pop(id(self), None)
-        on_release = self._on_release
-        # What the callbacks refer to refers to this lease: the memory must not wait for the garbage collector.
-        self._on_writing = self._on_release = self.check = _nothing
-        on_release()
-
-    def abandon(self) -> None:
-        """The last tensor in the memory is gone. In a forked process, which has but a copy of them, that means nothing."""
-        if os.getpid() == self._process:
-            self.release()
-
-
-def _nothing() -> None:
-    """What a lease does when it is over."""
-
-
-# Reentrant: a tensor that dies while it is held releases its lease at once, in this very thread.
-_LOCK = threading.RLock()
-# Never many: a stager has two buffers.
-_LEASES: dict[int, Lease] = {}
-
-
-def _forget_in_child() -> None:
-    global _LOCK
-    _LOCK = threading.RLock()
-    _LEASES.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+__all__ = ["leases_of", "writing"]
 
 
 def leases_of(values: Iterable[object]) -> list[Lease]:
@@ -111,8 +22,7 @@ def leases_of(values: Iterable[object]) -> list[Lease]:
 
     A state is staged as a whole: one tensor of it in a lease's memory is enough to find that lease.
     """
-    with _LOCK:
-        wanted = list(_LEASES.values())
+    wanted = live_leases()
     found: list[Lease] = []
     for value in values if wanted else ():
         if isinstance(value, DTensor):
@@ -129,13 +39,6 @@ def leases_of(values: Iterable[object]) -> list[Lease]:
         if not wanted:
             break
     return found
-
-
-def is_staged(address: int, num_bytes: int) -> bool:
-    """Whether a run of memory lies in a staged state, which nobody changes before its lease is released."""
-    with _LOCK:
-        leases = list(_LEASES.values())
-    return any(lease.start <= address and address + num_bytes <= lease.end for lease in leases)
 
 
 @contextmanager

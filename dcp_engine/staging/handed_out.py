@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_engine.staged_memory import Lease
+from dcp_engine.leases import Lease
 from dcp_engine.staging.buffers import Buffer
 from dcp_engine.staging.copy_cuda import Transfer
 from dcp_engine.staging.proof import StagingProof

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from dcp_engine.errors import StagedDataChangedError
-from dcp_engine.staged_memory import Lease
+from dcp_engine.leases import Lease
 from dcp_engine.staging.digests import Place, Thoroughness, place_digests
 
 __all__ = ["SharedBuffer", "StagingProof"]

@@ -21,7 +21,7 @@ from dcp_engine.errors import (
     UsageError,
 )
 from dcp_engine.garbage import without_gc
-from dcp_engine.staged_memory import Lease
+from dcp_engine.leases import Lease
 from dcp_engine.staging.arena import Arena, MemoryKind, require_room
 from dcp_engine.staging.buffers import Buffer, BufferInfo, BufferPool, BufferState
 from dcp_engine.staging.copy_cuda import CudaCopier, wait_for

@@ -7,13 +7,12 @@ waits for is left alone: on idle cores the page cache is faster (``benchmarks/RE
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import threading
 
-import numpy as np
-
-from dcp_engine import staged_memory
+from dcp_engine.leases import is_staged
 from dcp_engine.storage.backends.calls import system
 
 __all__ = ["DIRECT_BYTES", "DirectWrites"]
@@ -53,10 +52,10 @@ class DirectWrites:
         Raises:
             OSError: of the storage.
         """
-        if self._is_off or len(view) < _LEAST_BYTES or position % _PAGE_BYTES or len(view) % _PAGE_BYTES:
+        if self._is_off or view.readonly or len(view) < _LEAST_BYTES or position % _PAGE_BYTES or len(view) % _PAGE_BYTES:
             return 0
-        address = int(np.frombuffer(view, np.uint8).ctypes.data)
-        if address % _PAGE_BYTES or not staged_memory.is_staged(address, len(view)) or not self._is_open():
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        if address % _PAGE_BYTES or not is_staged(address, len(view)) or not self._is_open():
             return 0
         assert self._direct_fd is not None, "just opened"
         try:

@@ -7,8 +7,9 @@ import os
 
 import torch
 
-from dcp_engine import staged_memory
-from dcp_engine.staged_memory import Lease, leases_of, writing
+from dcp_engine import leases
+from dcp_engine.leases import Lease, is_staged
+from dcp_engine.staged_memory import leases_of, writing
 
 
 def lease_on(tensor: torch.Tensor, said: list[str]) -> Lease:
@@ -54,7 +55,7 @@ def test_a_destructor_may_release_while_this_thread_looks_for_leases() -> None:
         def __del__(self) -> None:
             lease.abandon()
 
-    with staged_memory._LOCK, lease._lock:  # as the collector may run at any allocation, under any lock of this thread
+    with leases._LOCK, lease._lock:  # as the collector may run at any allocation, under any lock of this thread
         Cycle()
         gc.collect()
     assert said == ["released"]
@@ -70,3 +71,14 @@ def test_a_forked_process_gives_nothing_back_and_finds_nothing() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert leases_of([memory]) == [lease]
     lease.release()
+
+
+def test_a_run_is_staged_as_long_as_a_lease_holds_all_of_it() -> None:
+    lease = Lease(4096, 100, owner="a test", on_writing=nothing, on_release=nothing, check=nothing)
+    assert [is_staged(*run) for run in ((4096, 100), (4100, 10), (4095, 10), (4190, 11))] == [True, True, False, False]
+    lease.release()
+    assert not is_staged(4096, 100)
+
+
+def nothing() -> None:
+    """What happens then is of no interest."""

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from dcp_engine.errors import StorageError
-from dcp_engine.staged_memory import Lease
+from dcp_engine.leases import Lease
 from dcp_engine.storage.backends import calls
 from dcp_engine.storage.backends.local import LocalDirectory
 
