@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dcp_engine.errors import CheckpointNotFoundError, CorruptCheckpointError, TruncatedFileError, UnsupportedVersionError
+from dcp_engine.storage.access import manifest_of
 from dcp_engine.storage.backends import Location
-from dcp_engine.storage.manifest import Manifest
+from dcp_engine.storage.keys import SecretKey
 from dcp_engine.storage.publish import OpenCheckpoint, open_checkpoint
 from dcp_engine.storage.steps import step_name
 
@@ -20,11 +21,17 @@ _NUM_REQUESTS = 16
 
 
 def open_newest_good(
-    root: Location, steps: Iterable[int], *, storage_options: Mapping[str, Any] | None = None, pass_newer_versions: bool = True
+    root: Location,
+    steps: Iterable[int],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    signing_key: SecretKey | None = None,
+    pass_newer_versions: bool = True,
 ) -> tuple[int, OpenCheckpoint] | None:
     """Opens the newest of some steps whose COMPLETE, MANIFEST and files are there as they must be. One that is not is told in a warning.
 
     Args:
+        signing_key: whose holder must have signed a good step; ``None``: it need not be signed.
         pass_newer_versions: what a newer release wrote is no good step, instead of an error.
 
     Returns:
@@ -43,7 +50,7 @@ def open_newest_good(
             _logger.warning("step %d does not count as a good one: %s", step, error)
             continue
         try:
-            check_whole(opened)
+            check_whole(opened, signing_key)
         except bad as error:
             opened.hold.release()
             _logger.warning("step %d does not count as a good one: %s", step, error)
@@ -55,14 +62,17 @@ def open_newest_good(
     return None
 
 
-def check_whole(opened: OpenCheckpoint) -> None:
+def check_whole(opened: OpenCheckpoint, signing_key: SecretKey | None = None) -> None:
     """Holds the files of a checkpoint against its manifest: each must be there, of the right size. Their content is not looked at.
 
+    Args:
+        signing_key: whose holder must have signed it; ``None``: it need not be signed.
+
     Raises:
-        MissingFileError, TruncatedFileError, or whatever is wrong with the manifest. StorageError: it cannot be told.
+        SignatureError, MissingFileError, TruncatedFileError, or whatever is wrong with the manifest. StorageError: it cannot be told.
     """
     directory = opened.directory
-    manifest = Manifest.decode(opened.manifest_bytes, path=directory.path)
+    manifest = manifest_of(opened, signing_key=signing_key, path=directory.path)
     with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
         sizes = list(pool.map(directory.file_size, [record.name for record in manifest.files]))
     for record, size_bytes in zip(manifest.files, sizes, strict=True):

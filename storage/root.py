@@ -25,6 +25,7 @@ from dcp_engine.storage.envelope import Marker
 from dcp_engine.storage.epochs import MAX_EPOCH, EpochClaim, epochs_of, new_record, newest_epoch
 from dcp_engine.storage.good_steps import open_newest_good
 from dcp_engine.storage.holds import Hold
+from dcp_engine.storage.keys import KeySource, secret_key
 from dcp_engine.storage.latest import LATEST_NAME, LatestHint
 from dcp_engine.storage.limits import MAX_TEXT_BYTES
 from dcp_engine.storage.publish import open_checkpoint
@@ -74,15 +75,24 @@ class RunRoot:
     Args:
         path: directory or URL. It need not exist.
         storage_options: keyword arguments of the fsspec file system of a URL.
+        signing_key: as that of :class:`~dcp_engine.storage.writer.ShardWriter`. A step that is not signed with it is no good one: it is
+            passed over by ``decide``, and counts as damaged for ``prune``, ``retire`` and ``clean``.
 
     Raises:
-        InvalidOptionError: the path cannot be one, or there is no driver for the URL.
+        InvalidOptionError: the path cannot be one, there is no driver for the URL, or the key is none.
 
     Thread-safety: callable from any thread, and from any number of processes and hosts.
     """
 
-    def __init__(self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        signing_key: KeySource | None = None,
+    ) -> None:
         self._location: Location = locate(path)
+        self._signing_key = secret_key(signing_key, "signing_key")
         self._storage_options = dict(storage_options or {})
         self._store: RootStore
         if self._location.remote:
@@ -242,7 +252,9 @@ class RunRoot:
         """
         self._check(claim)
         nonce = self._marker(step).nonce
-        good = open_newest_good(self._location, set(self.steps()) - {step}, storage_options=self._storage_options)
+        good = open_newest_good(
+            self._location, set(self.steps()) - {step}, storage_options=self._storage_options, signing_key=self._signing_key
+        )
         if good is None:
             raise InvalidOptionError(
                 "the last good step is never retired",
@@ -275,7 +287,7 @@ class RunRoot:
         check_keep_last(keep_last)
         self._check(claim)
         committed = self.steps()
-        good = open_newest_good(self._location, committed, storage_options=self._storage_options)
+        good = open_newest_good(self._location, committed, storage_options=self._storage_options, signing_key=self._signing_key)
         if good is None:
             return PruneReport((), (), tuple(committed), guarded=True)
         retired, in_use, guarded = [], [], True
@@ -313,7 +325,7 @@ class RunRoot:
         if not number or not older_than_secs >= 0:
             raise InvalidOptionError("older_than_secs is not a time", expected="seconds, at least 0", found=repr(older_than_secs)[:300])
         self._check(claim)
-        good = open_newest_good(self._location, self.steps(), storage_options=self._storage_options)
+        good = open_newest_good(self._location, self.steps(), storage_options=self._storage_options, signing_key=self._signing_key)
         if good is None:
             return self._store.clean(older_than_secs, keep_whole=True)
         with good[1].hold:
@@ -346,7 +358,13 @@ class RunRoot:
         committed = self.steps()
         if not committed:
             return None
-        good = open_newest_good(self._location, committed, storage_options=self._storage_options, pass_newer_versions=False)
+        good = open_newest_good(
+            self._location,
+            committed,
+            storage_options=self._storage_options,
+            signing_key=self._signing_key,
+            pass_newer_versions=False,
+        )
         if good is None:
             raise CorruptCheckpointError(
                 "there are committed steps, and none of them is good",

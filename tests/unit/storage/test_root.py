@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.checkpoints import unprivileged, world_readable_directory, write_files
 from support.engine import refused
-from support.roots import RootPlace
+from support.roots import RootPlace, save_step
 from support.s3 import make_bucket, storage_options
 
 from dcp_engine import EpochClaim, RunRoot, committed_steps, verify_checkpoint
@@ -322,6 +322,29 @@ def test_latest_names_committed_steps_alone(place: RootPlace) -> None:
     with pytest.raises(FencedError):
         place.root().set_latest(1, claim)
     assert place.root().hint() is None
+
+
+def test_a_root_with_a_key_takes_only_steps_that_are_signed_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key, other = b"k" * 32, b"o" * 32
+    root = RunRoot(tmp_path, signing_key=key)
+    claim = root.claim()
+    save_step(root, 1, claim, signing_key=key)
+    save_step(root, 2, claim, signing_key=other)
+    save_step(root, 3, claim)
+    decision = root.decide()
+    assert decision is not None
+    assert decision.step == 1
+    assert "step 3 does not count as a good one" in caplog.text
+    assert "step 2 does not count as a good one" in caplog.text
+    with pytest.raises(InvalidOptionError, match="the last good step is never retired"):
+        root.retire(1, claim)
+    assert root.prune(1, claim).retired == ()
+    assert root.steps() == [1, 2, 3]
+    anyones = RunRoot(tmp_path).decide()
+    assert anyones is not None
+    assert anyones.step == 3
+    with pytest.raises(InvalidOptionError, match="signing_key"):
+        RunRoot(tmp_path, signing_key=b"short")
 
 
 def test_alone_a_process_decides_for_the_newest_good_step(place: RootPlace, caplog: pytest.LogCaptureFixture) -> None:
