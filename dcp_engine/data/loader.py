@@ -34,7 +34,8 @@ class ResumableLoader:
     the position instead.
 
     Args:
-        loader: made with ``batch_sampler=ResumableSampler(...)``, or with a ``ResumableStream`` and its ``collate()``.
+        loader: made with ``batch_sampler=ResumableSampler(...)`` (for data sets that take a list of indices at once
+            ``sampler=ResumableSampler(...), batch_size=None``), or with a ``ResumableStream`` and its ``collate()``.
 
     Raises:
         InvalidOptionError: it is made with neither.
@@ -45,7 +46,7 @@ class ResumableLoader:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        source = next((one for one in _sources_of(loader) if isinstance(one, ResumableSampler | ResumableStream)), None)
+        source = _source_of(loader) if isinstance(loader, DataLoader) else None
         if source is None:
             raise InvalidOptionError(
                 "the loader has no position to count in",
@@ -128,6 +129,7 @@ class ResumableLoader:
         self._source.load_state_dict(state_dict)
 
 
-def _sources_of(loader: DataLoader[Any]) -> Iterator[object]:
-    for name in ("batch_sampler", "dataset"):
-        yield getattr(loader, name, None)
+def _source_of(loader: DataLoader[Any]) -> ResumableSampler | ResumableStream | None:
+    # With batch_size=None a loader has no batch sampler, and its sampler gives whole batches.
+    ids = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    return next((one for one in (ids, loader.dataset) if isinstance(one, ResumableSampler | ResumableStream)), None)

@@ -126,7 +126,9 @@ def merge(dealt: Dealt, order: SourceOrder, cursors: list[Cursor]) -> Dealt:
         cursors: of all lanes, in order.
     """
     merged = Dealt(dealt.first_pass)
-    for num_pass in range(dealt.first_pass, max(cursor.num_pass for cursor in cursors) + 1):
+    # A lane may be a pass ahead of the others, now or when they were dealt out.
+    last_pass = max(*dealt.passes, *(cursor.num_pass for cursor in cursors), dealt.first_pass)
+    for num_pass in range(dealt.first_pass, last_pass + 1):
         before = dealt.left(num_pass)
         left = PassLeft(set(before.done), dict(before.begun))
         for lane, cursor in enumerate(cursors):

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from dcp_engine.data.batches import Layout
 
-layouts = st.builds(
-    Layout, batch_size=st.integers(1, 6), world_size=st.integers(1, 6), drop_last=st.booleans(), pad=st.booleans()
-)
+layouts = st.builds(Layout, batch_size=st.integers(1, 6), world_size=st.integers(1, 6), drop_last=st.booleans(), pad=st.booleans())
 
 
 def cut(layout: Layout, num_left: int) -> list[list[list[int]]]:

@@ -16,7 +16,9 @@ from dcp_engine.errors import DataOrderError, InvalidOptionError, UsageError
 from dcp_engine.objects import decode_object, encode_object
 
 
-def ranks(num_samples: int, world_size: int, batch_size: int, state: dict[str, Any] | None = None, **options: Any) -> list[ResumableSampler]:
+def ranks(
+    num_samples: int, world_size: int, batch_size: int, state: dict[str, Any] | None = None, **options: Any
+) -> list[ResumableSampler]:
     samplers = [
         ResumableSampler(num_samples, batch_size=batch_size, rank=rank, world_size=world_size, **{"seed": 5, **options})
         for rank in range(world_size)
