@@ -84,7 +84,8 @@ class ResumableLoader:
 
     def _iterate_sampler(self, sampler: ResumableSampler) -> Iterator[Any]:
         place = (sampler.epoch, sampler.offset)
-        for batch in self._start(sampler.state_seed()):
+        sampler.rewind()
+        for batch in self._start(sampler.worker_seed()):
             if (sampler.epoch, sampler.offset) != place:
                 raise UsageError(
                     "the position was changed while the loader was iterated",
@@ -99,7 +100,7 @@ class ResumableLoader:
             sampler.skip_rest()
 
     def _iterate_stream(self, stream: ResumableStream) -> Iterator[Any]:
-        for stamped in self._start(stream.state_seed()):
+        for stamped in self._start(stream.worker_seed()):
             if not isinstance(stamped, StampedBatch):
                 raise UsageError(
                     "the loader's batches do not say how far the stream was read",

@@ -148,9 +148,10 @@ def _check_windows(position: SavedPosition, order: SampleOrder, layout: Layout) 
 
 def _fits(position: SavedPosition, order: SampleOrder, layout: Layout, epoch: int, offset: int) -> bool:
     """Whether the recorded ids are those around this place. Ids of earlier epochs are not looked at."""
-    behind = order.epoch(epoch).between(max(offset - WINDOW_IDS, 0), offset).tolist()
+    behind: list[int] = order.epoch(epoch).between(max(offset - WINDOW_IDS, 0), offset).tolist()
     recorded = position.last_ids[len(position.last_ids) - len(behind) :] if len(behind) <= len(position.last_ids) else None
-    return behind == recorded and next_ids(order, layout, epoch, offset).tolist() == position.next_ids
+    ahead: list[int] = next_ids(order, layout, epoch, offset).tolist()
+    return behind == recorded and ahead == position.next_ids
 
 
 def _true_place(position: SavedPosition, order: SampleOrder, layout: Layout) -> tuple[int, int] | None:

@@ -31,7 +31,8 @@ class SourceOrder:
     def shards(self, num_pass: int) -> list[int]:
         """All shards, in the order of this pass."""
         order = Order(self.num_shards, seed=self.seed, epoch=num_pass, shuffle=self.shuffle)
-        return order.between(0, self.num_shards).tolist()
+        shards: list[int] = order.between(0, self.num_shards).tolist()
+        return shards
 
 
 @dataclass(slots=True)
@@ -63,10 +64,10 @@ class Dealt:
         """What is done of a pass."""
         return self.passes.get(num_pass) or PassLeft()
 
-    def own(self, order: SourceOrder, num_pass: int, lane: int, num_lanes: int) -> list[int]:
-        """The shards of a pass that are dealt to one lane, in order."""
+    def shards(self, order: SourceOrder, num_pass: int) -> list[int]:
+        """The shards of a pass that are dealt out, in order: of n lanes, the first gets ``[0::n]`` of them."""
         done = self.left(num_pass).done
-        return [shard for shard in order.shards(num_pass) if shard not in done][lane::num_lanes]
+        return [shard for shard in order.shards(num_pass) if shard not in done]
 
 
 @dataclass(slots=True)
@@ -93,7 +94,7 @@ class Cursor:
 def start_cursor(dealt: Dealt, order: SourceOrder, lane: int, num_lanes: int) -> Cursor:
     """The cursor of a lane to which nothing has happened since it was dealt out."""
     cursor = Cursor(dealt.first_pass)
-    _enter(cursor, dealt, dealt.own(order, cursor.num_pass, lane, num_lanes))
+    _enter(cursor, dealt, dealt.shards(order, cursor.num_pass)[lane::num_lanes])
     return cursor
 
 
@@ -131,8 +132,9 @@ def merge(dealt: Dealt, order: SourceOrder, cursors: list[Cursor]) -> Dealt:
     for num_pass in range(dealt.first_pass, last_pass + 1):
         before = dealt.left(num_pass)
         left = PassLeft(set(before.done), dict(before.begun))
+        shards = dealt.shards(order, num_pass)
         for lane, cursor in enumerate(cursors):
-            own = dealt.own(order, num_pass, lane, len(cursors))
+            own = shards[lane :: len(cursors)]
             index = len(own) if cursor.num_pass > num_pass else cursor.index if cursor.num_pass == num_pass else 0
             left.done.update(own[:index])
             if cursor.num_pass == num_pass and index < len(own) and (cursor.offset or cursor.num_since):

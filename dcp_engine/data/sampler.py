@@ -132,6 +132,11 @@ class ResumableSampler(Sampler[list[int]]):
             )
         return self._batches(*start)
 
+    def rewind(self) -> None:
+        """Allows what was iterated to its end, but not consumed, to be iterated again. ``ResumableLoader`` calls it: its loader fetches
+        ahead, and may have failed before training got anything."""
+        self._run_out_at = None
+
     def _batches(self, epoch: int, offset: int) -> Iterator[list[int]]:
         order, start = self._order.epoch(epoch), offset
         while True:
@@ -214,7 +219,7 @@ class ResumableSampler(Sampler[list[int]]):
         if epoch > self._epoch:
             self._epoch, self._offset, self._run_out_at = int(epoch), 0, None
 
-    def state_seed(self) -> tuple[int, ...]:
+    def worker_seed(self) -> tuple[int, ...]:
         """Numbers that the seeds of a loader's workers may depend on: the run's seed, the position and the rank."""
         return self._order.seed, self._epoch, self._offset, self._rank
 
@@ -232,7 +237,8 @@ class ResumableSampler(Sampler[list[int]]):
 
     def next_ids(self) -> list[int]:
         """What training takes next, on all ranks: 1,000 ids, as far as this epoch and the next one have them."""
-        return next_ids(self._order, self._layout, self._epoch, self._offset).tolist()
+        ids: list[int] = next_ids(self._order, self._layout, self._epoch, self._offset).tolist()
+        return ids
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the order that it is in, and ids on both sides of it: some 20 KB of plain values, equal on all ranks."""

@@ -213,7 +213,7 @@ class ResumableStream(IterableDataset[Any]):
         num_lanes = self._world_size * self._num_own
         drawn_before = -1  # a first pass may have been read before
         while self._order.num_passes is None or cursor.num_pass < self._order.num_passes:
-            own = dealt.own(order, cursor.num_pass, lane, num_lanes)
+            own = dealt.shards(order, cursor.num_pass)[lane::num_lanes]
             while cursor.index < len(own):
                 yield from self._read_shard(source, source.shards[own[cursor.index]], cursor)
                 advance_shard(cursor, dealt, own)
@@ -223,7 +223,7 @@ class ResumableStream(IterableDataset[Any]):
                 )
             drawn_before = cursor.num_drawn
             cursor.num_pass, cursor.index = cursor.num_pass + 1, -1
-            advance_shard(cursor, dealt, dealt.own(order, cursor.num_pass, lane, num_lanes))
+            advance_shard(cursor, dealt, dealt.shards(order, cursor.num_pass)[lane::num_lanes])
 
     def _read_shard(self, source: StreamSource, shard: str, cursor: Cursor) -> Iterator[tuple[Any, int]]:
         samples = iter(source.read(shard, cursor.offset))
@@ -276,7 +276,7 @@ class ResumableStream(IterableDataset[Any]):
             for cursor in lane:
                 cursor.num_mixed = 0
 
-    def state_seed(self) -> tuple[int, ...]:
+    def worker_seed(self) -> tuple[int, ...]:
         """Numbers that the seeds of a loader's workers may depend on: the run's seed, the samples so far and the rank."""
         return self._order.seed, self._saved.samples_before, self.samples_consumed, self._rank
 

@@ -92,6 +92,27 @@ def test_iterating_draws_nothing_from_training(num_workers: int) -> None:
     assert torch.equal(generator.get_state(), before)
 
 
+class Failing(Squares):
+    """Fails once."""
+
+    failures = 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.failures:
+            self.failures -= 1
+            raise OSError("the network is away")
+        return super().__getitem__(index)
+
+
+def test_loader_that_failed_before_the_first_batch_can_be_iterated_again() -> None:
+    sampler = ResumableSampler(3, batch_size=4, rank=0, world_size=1)
+    loader = ResumableLoader(DataLoader(Failing(), batch_sampler=sampler))
+    with pytest.raises(OSError, match="network"):
+        list(loader)
+    assert sampler.offset == 0
+    assert sorted(torch.cat(list(loader))[:, 0].tolist()) == [0, 1, 2]
+
+
 def test_broken_off_iteration_goes_on_from_there() -> None:
     loader = make(0, 1, num_workers=1)
     taken = [next(iter(loader))[:, 0].tolist() for _ in range(3)]
