@@ -130,6 +130,7 @@ class ResumableStream(IterableDataset[Any]):
                     remedy="cut it into more shards, or read with fewer workers",
                 )
         self._lane = self._rank * self._num_own
+        self._iteration = 0  # number of the one that goes on: readers of an earlier one are where the cursors no longer are
         self._deal([Dealt() for _ in self._sources], samples_before=0, largest_before=0)
 
     def _deal(self, dealt: list[Dealt], *, samples_before: int, largest_before: int) -> None:
@@ -172,7 +173,8 @@ class ResumableStream(IterableDataset[Any]):
         """Samples of this process's lane.
 
         Raises:
-            UsageError: the loader has another number of workers than the stream.
+            UsageError: the loader has another number of workers than the stream; or, while iterating, another iteration was begun or a
+                state was loaded.
             DataOrderError: a shard does not hold what it held, or the lane's shards of a whole pass hold nothing.
         """
         worker = get_worker_info()
@@ -185,16 +187,22 @@ class ResumableStream(IterableDataset[Any]):
         # After a resume the first batch is that of the worker whose turn it is.
         own = (worker.id + self._saved.turn) % self._num_own if worker is not None else 0
         self._lane = self._rank * self._num_own + own
-        return self._samples(own)
+        self._iteration += 1
+        return self._samples(own, self._iteration)
 
     def _note_window(self) -> None:
         self._saved.largest_repeat_window = max(self._saved.largest_repeat_window, self.repeat_window)
 
-    def _samples(self, own: int) -> Iterator[Any]:
+    def _samples(self, own: int, iteration: int) -> Iterator[Any]:
         cursors = self._saved.lanes[own]
         readers = [self._read_source(i, cursors[i], self._lane) for i in range(len(self._sources))]
         alive = [True] * len(readers)
         while any(alive):
+            if iteration != self._iteration:
+                raise UsageError(
+                    "the stream was iterated anew, or a state was loaded, while it was iterated",
+                    remedy="load states before iterating, and run one iteration at a time",
+                )
             i = choose_source(self._order.weights, [cursor.num_mixed for cursor in cursors], alive)
             try:
                 sample, offset = next(readers[i])
@@ -301,6 +309,7 @@ class ResumableStream(IterableDataset[Any]):
             for source, dealt in zip(self._sources, saved.dealt, strict=True):
                 for left in dealt.passes.values():
                     left.begun = {s: (offset, since if source.repeatable else 0) for s, (offset, since) in left.begun.items()}
+            self._iteration += 1
             self._deal(saved.dealt, samples_before=saved.samples_before, largest_before=saved.largest_before)
             return
         ours, theirs = (self._world_size, self._rank, self._num_workers), (saved.world_size, saved.rank, saved.num_workers)
@@ -315,6 +324,7 @@ class ResumableStream(IterableDataset[Any]):
             [without_repeats(cursor, repeatable=source.repeatable) for cursor, source in zip(lane, self._sources, strict=True)]
             for lane in saved.lanes
         ]
+        self._iteration += 1
         self._saved = saved
 
 

@@ -44,8 +44,7 @@ def train(samplers: list[ResumableSampler], num_batches: int) -> list[int]:
             taken += part or []
             sampler.consumed()
         num_batches -= 1
-    states = [sampler.state_dict() for sampler in samplers]
-    assert all(state == {**states[0], "world_size": len(samplers)} for state in states), "a rank is at another position"
+    assert len({(sampler.epoch, sampler.offset, sampler.samples_consumed) for sampler in samplers}) == 1
     return taken
 
 
@@ -75,7 +74,7 @@ def test_4_to_2_to_4_ranks_repeat_nothing_and_leave_nothing_out() -> None:
     assert len(taken) == 50 * 32 + 150 * 16 + 60 * 32 == before["samples_consumed"] == before["offset"]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(
     num_samples=st.integers(13, 80),
     legs=st.lists(st.tuples(st.integers(1, 6), st.integers(2, 4), st.integers(0, 9)), min_size=1, max_size=5),
@@ -138,6 +137,13 @@ def test_saved_at_the_end_of_an_epoch_the_next_batch_is_the_first_of_the_next() 
     assert (resumed.epoch, resumed.offset) == (1, 0)
     assert next(iter(resumed)) == second[:4]
     assert resumed.state_dict()["last_ids"] == first
+
+
+def test_state_is_the_same_on_all_ranks() -> None:
+    samplers = ranks(300, 3, 8)
+    train(samplers, 20)
+    states = [sampler.state_dict() for sampler in samplers]
+    assert states == [states[0]] * 3
 
 
 def test_window_reaches_over_epochs_and_processes() -> None:

@@ -147,6 +147,22 @@ def test_reader_that_cannot_seek_reports_all_it_read_of_the_shard() -> None:
     assert (stream.repeat_window, stream.largest_repeat_window) == (15, 30)
 
 
+def test_two_iterations_at_once_and_states_loaded_meanwhile_are_refused() -> None:
+    stream = ResumableStream({"a": Shards("a", [9]).source()}, rank=0, world_size=1)
+    state, one = stream.state_dict(), iter(stream)
+    assert next(one) == ("a", 0, 0)
+    other = iter(stream)
+    assert next(other) == ("a", 0, 1)
+    with pytest.raises(UsageError, match="one iteration at a time"):
+        next(one)
+    for loaded in (state, ResumableStream.merge([state])):
+        iterator = iter(stream)
+        stream.load_state_dict(loaded)
+        with pytest.raises(UsageError, match="load states before iterating"):
+            next(iterator)
+        assert next(iter(stream)) == ("a", 0, 0)
+
+
 def test_shard_that_became_shorter_is_named() -> None:
     shards = Shards("a", [10], 10**6)
     stream = ResumableStream({"a": shards.source()}, rank=0, world_size=1)
