@@ -6,8 +6,9 @@ them: the order has an inverse, which tells by how much it is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -171,20 +172,23 @@ def check_continuation(state: Mapping[str, Any], ids: Iterable[int]) -> None:
 
     Args:
         state: the sampler's state dict that was loaded.
-        ids: what all ranks together took since, in order: rank 0's part of the first batch, rank 1's part, ..., the second batch. The first
-            1,000 are looked at.
+        ids: what all ranks together took since, in order: rank 0's part of the first batch, rank 1's part, ..., the second batch. As many
+            are looked at as the state holds; with ``drop_last``, where other ranks leave out others, those of its epoch.
 
     Raises:
         DataOrderError: samples come twice, or are left out, or come in another order; says how many, also in batches.
     """
-    found = [int(sample) for sample, _ in zip(ids, range(WINDOW_IDS), strict=False)]
-    expected: Sequence[int] = state["next_ids"]
-    if found == list(expected[: len(found)]):
-        return
+    expected: list[int] = list(state["next_ids"])
+    last: list[int] = list(state["last_ids"])
     size = int(state["batch_size"]) * int(state["world_size"])
-    last = list(state["last_ids"])
+    if state["drop_last"]:
+        num_left = int(state["num_samples"]) - int(state["offset"]) or int(state["num_samples"])
+        expected = expected[: num_left - num_left % size]
+    found = [int(sample) for sample in islice(ids, len(expected))]
+    if found == expected[: len(found)]:
+        return
     if found[0] in expected:
-        shift = list(expected).index(found[0])
+        shift = expected.index(found[0])
         if shift > 0:
             raise DataOrderError(
                 f"training resumed {_distance(shift, size)} of its position: samples were left out",
@@ -198,10 +202,10 @@ def check_continuation(state: Mapping[str, Any], ids: Iterable[int]) -> None:
             expected=f"sample {expected[0]} first",
             found=f"sample {found[0]}",
         )
-    at = next((i for i, (one, other) in enumerate(zip(found, expected, strict=False)) if one != other), len(expected))
+    at = next(i for i, (one, other) in enumerate(zip(found, expected, strict=False)) if one != other)
     raise DataOrderError(
         f"training takes samples in another order since the resume, from the {at + 1}. on",
-        expected=str(list(expected[at : at + 3])),
+        expected=str(expected[at : at + 3]),
         found=str(found[at : at + 3]),
     )
 

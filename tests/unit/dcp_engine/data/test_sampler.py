@@ -207,6 +207,15 @@ def test_training_that_continues_elsewhere_is_caught(shift: int, says: str) -> N
         check_continuation(state, swapped)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("num_batches", [0, 1, 2, 3])
+def test_training_that_continues_past_all_recorded_ids_is_not_blamed(drop_last: bool, num_batches: int) -> None:
+    samplers = ranks(23, 3, 2, drop_last=drop_last)
+    train(samplers, num_batches)
+    for world_size in (1, 2, 3):
+        check_continuation(samplers[0].state_dict(), train(ranks(23, world_size, 2, samplers[0].state_dict(), drop_last=drop_last), 50))
+
+
 def test_state_is_small_plain_and_comes_back() -> None:
     samplers = ranks(10**9, 4, 64, seed=2**64 - 1)
     train(samplers, 20)
