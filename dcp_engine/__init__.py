@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcp_engine.background import BackgroundSaver, Priority, SaveHandle, SaveTimings, UnchangedStateWarning
+    from dcp_engine.data import ResumableLoader, ResumableSampler, ResumableStream, StreamSource, sample_generator
     from dcp_engine.planners import BalancedSavePlanner, ReshardLoadPlanner
     from dcp_engine.staging import DoubleBufferStager, StagingReport
     from dcp_engine.storage import EpochClaim, RunRoot, ShardReader, ShardWriter, VerifyReport, committed_steps, verify_checkpoint
@@ -22,16 +23,21 @@ __all__ = [
     "EpochClaim",
     "Priority",
     "ReshardLoadPlanner",
+    "ResumableLoader",
+    "ResumableSampler",
+    "ResumableStream",
     "RunRoot",
     "SaveHandle",
     "SaveTimings",
     "ShardReader",
     "ShardWriter",
     "StagingReport",
+    "StreamSource",
     "UnchangedStateWarning",
     "VerifyReport",
     "__version__",
     "committed_steps",
+    "sample_generator",
     "verify_checkpoint",
 ]
 
@@ -41,6 +47,11 @@ _HOME = {
     "SaveHandle": "dcp_engine.background",
     "SaveTimings": "dcp_engine.background",
     "UnchangedStateWarning": "dcp_engine.background",
+    "ResumableLoader": "dcp_engine.data",
+    "ResumableSampler": "dcp_engine.data",
+    "ResumableStream": "dcp_engine.data",
+    "StreamSource": "dcp_engine.data",
+    "sample_generator": "dcp_engine.data",
     "DoubleBufferStager": "dcp_engine.staging",
     "StagingReport": "dcp_engine.staging",
     "BalancedSavePlanner": "dcp_engine.planners",

@@ -13,7 +13,8 @@
     │   ├── KeyMismatchError               missing or unexpected keys
     │   ├── ShapeMismatchError             one key, two shapes
     │   ├── DtypeMismatchError             one key, two dtypes, and the policy forbids a cast
-    │   └── KindMismatchError              a tensor on one side, an object on the other
+    │   ├── KindMismatchError              a tensor on one side, an object on the other
+    │   └── DataOrderError                 a position in other data, or one that does not fit its own ids
     ├── CheckpointNotFoundError            look elsewhere, or start afresh on purpose
     │   ├── IncompleteCheckpointError      an attempt that was never committed
     │   └── RetiredError                   it was there, and was retired on purpose
@@ -256,6 +257,12 @@ class KindMismatchError(StateError):
     """A key is a tensor on one side and an object on the other."""
 
     kind = "kind_mismatch"
+
+
+class DataOrderError(StateError):
+    """A position in the data is one in another data set, seed or order, or samples that were recorded with it are not those around it."""
+
+    kind = "data_order"
 
 
 class CheckpointNotFoundError(DcpEngineError, FileNotFoundError):

@@ -62,6 +62,7 @@ KINDS = {
     "SaveTimeoutError": "save_timeout",
     "RankLostError": "rank_lost",
     "ExchangeBrokenError": "exchange_broken",
+    "DataOrderError": "data_order",
 }
 BUILTIN_BASES = {
     "UsageError": ValueError,
