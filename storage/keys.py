@@ -94,7 +94,12 @@ def secret_key(source: KeySource | SecretKey | None, option: str) -> SecretKey |
     if isinstance(source, bytes | bytearray):
         return SecretKey(_checked(bytes(source), option), option)
     if isinstance(source, str | os.PathLike):
-        return SecretKey(Path(source).absolute(), option)
+        try:
+            return SecretKey(Path(source).absolute(), option)
+        except OSError as error:
+            raise InvalidOptionError(
+                f"{option} is a relative path, and the working directory is gone", found=error.strerror, remedy="pass an absolute path"
+            ) from error
     if callable(source):
         return SecretKey(source, option)
     raise InvalidOptionError(

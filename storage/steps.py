@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import operator
 import os
 import re
 import stat
@@ -37,11 +38,17 @@ def step_name(step: int) -> str:
     """Name of a step's directory.
 
     Raises:
-        InvalidOptionError: the step is negative or above 2**63 - 1.
+        InvalidOptionError: the step is no whole number, negative or above 2**63 - 1.
     """
-    name = STEP_NAME % step
+    try:
+        # Not what ``%d`` makes of it: that takes 1.9 for 1.
+        name = "" if isinstance(step, bool) else STEP_NAME % operator.index(step)
+    except TypeError:
+        name = ""
     if parse_step_name(name) is None:
-        raise InvalidOptionError("this cannot be the number of a step", expected=f"0 to {MAX_STEP}", found=step)
+        raise InvalidOptionError(
+            "this cannot be the number of a step", expected=f"a whole number from 0 to {MAX_STEP}", found=repr(step)[:300]
+        )
     return name
 
 

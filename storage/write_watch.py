@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dcp_engine.errors import DcpEngineError
+from dcp_engine.errors import CommitError, DcpEngineError
 
 if TYPE_CHECKING:
     from dcp_engine.storage.attempts import Fence
     from dcp_engine.storage.backends.base import Buffer, WriteFile
 
-__all__ = ["WatchedFile", "WriteWatch", "watched"]
+__all__ = ["WatchedFile", "WriteWatch", "ask", "watched"]
 
 _SLICE_SECS = 0.5
 
@@ -81,7 +81,26 @@ class WriteWatch:
         """
         self.check_going_on()
         for fence in self._fences:
-            fence.check()
+            ask(fence)
+
+
+def ask(fence: Fence) -> None:
+    """Returns if a fence lets its writer go on.
+
+    Raises:
+        DcpEngineError: it does not. CommitError: it raised what no fence should, which might not even reach the other ranks.
+    """
+    try:
+        fence.check()
+    except DcpEngineError:
+        raise
+    except Exception as error:
+        raise CommitError(
+            "the fence failed, so that it cannot be told whether this writer may go on",
+            expected="FencedError, or another error of the engine",
+            found=f"{type(error).__name__}: {error}",
+            remedy="repair the fence",
+        ) from error
 
 
 class WatchedFile:

@@ -41,7 +41,7 @@ from dcp_engine.storage.attempts import Fence
 from dcp_engine.storage.backends import is_supported_path, locate
 from dcp_engine.storage.dcp_metadata import ManifestIndex
 from dcp_engine.storage.encryption import BlockCipher, encryption_key_of
-from dcp_engine.storage.keys import KeySource, secret_key
+from dcp_engine.storage.keys import KeySource, SecretKey, secret_key
 from dcp_engine.storage.limits import MAX_STEP, MAX_TEXT_BYTES
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, chosen_digest, pipeline_options
@@ -50,7 +50,7 @@ from dcp_engine.storage.records import ShardReceipt
 from dcp_engine.storage.shard_set import Writer, write_shards
 from dcp_engine.storage.steps import parse_step_name
 from dcp_engine.storage.tickets import LocalTicket, Ticket, token_of
-from dcp_engine.storage.write_watch import WriteWatch
+from dcp_engine.storage.write_watch import WriteWatch, ask
 from dcp_engine.types import EngineMetadata, EngineStorageMeta, PlannerData, WritePhases
 
 __all__ = ["ShardWriter"]
@@ -242,8 +242,14 @@ class ShardWriter(StorageWriter):
                 found=f"{world_size} plans",
                 remedy="pass the same process_group to ShardWriter and to dcp.save",
             )
-        publisher = self._publisher()
-        attempt = publisher.begin()
+        try:
+            # Now, not when it signs: a key that cannot be had must not cost a save whose data is written.
+            key = self._signing_key
+            publisher = self._publisher(signing_key=None if key is None else SecretKey(key.material(), "signing_key"))
+            attempt = publisher.begin()
+        except DcpEngineError as error:
+            self._add_place(error)
+            raise
         self._attempt = (publisher, attempt)
         return [replace(plan, storage_data=Ticket(token_of(plan), attempt, rank, world_size)) for rank, plan in enumerate(plans)]
 
@@ -270,7 +276,7 @@ class ShardWriter(StorageWriter):
             with staged_memory.writing(planner_values.held_values(planner)), planner_values.own_state(planner):
                 receipts = self._write_files(plan, planner, ticket)
         except DcpEngineError as error:
-            reason = self._reason(error)
+            reason = self._reason(error, ticket)
             reason.rank = ticket.rank if reason.rank is None else reason.rank
             self._add_place(reason)
             if reason is error:
@@ -372,12 +378,21 @@ class ShardWriter(StorageWriter):
             self._attempt = None
             publisher.abort(attempt)
 
-    def _reason(self, failure: DcpEngineError) -> DcpEngineError:
-        """Why this rank could not write: where the attempt went away, it is the fence that knows."""
+    def _reason(self, failure: DcpEngineError, ticket: Ticket) -> DcpEngineError:
+        """Why this rank could not write: where the attempt went away, another save of this writer removed it, or the fence knows."""
+        if ticket.token != self._token:
+            target = ticket.attempt.target
+            return UsageError(
+                "the writer began another save while this one was under way",
+                path=target,
+                step=parse_step_name(target.rpartition("/")[2]) if self._step is None else self._step,
+                expected="one save at a time for each writer",
+                remedy="give each save its own writer, or wait for the save before, as BackgroundSaver does",
+            )
         gone = isinstance(failure, RankDisagreementError) or (isinstance(failure, StorageError) and failure.errno == errno.ENOENT)
         if gone and self._fence is not None:
             try:
-                self._fence.check()
+                ask(self._fence)
             except DcpEngineError as error:
                 return error
         return failure
@@ -386,14 +401,14 @@ class ShardWriter(StorageWriter):
         error.path = self._path if error.path is None else error.path
         error.step = self._step_of_path() if error.step is None else error.step
 
-    def _publisher(self) -> Publisher:
+    def _publisher(self, *, signing_key: SecretKey | None = None) -> Publisher:
         assert self._path is not None
         return open_publisher(
             self._path,
             storage_options=self._storage_options,
             overwrite=self._overwrite,
             fence=self.watch,
-            signing_key=self._signing_key,
+            signing_key=signing_key,
         )
 
     def _step_of_path(self) -> int | None:

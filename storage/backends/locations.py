@@ -96,7 +96,7 @@ def _tidy_url(text: str, rest: str) -> str:
 
 
 def _absolute(text: str) -> str:
-    joined = os.path.join(os.getcwd(), text)
+    joined = os.path.join(_working_directory(text), text)
     parts = [part for part in joined.split("/") if part not in ("", ".")]
     if ".." not in parts:
         return "/" + "/".join(parts)
@@ -104,6 +104,17 @@ def _absolute(text: str) -> str:
     if parts[-1] == "..":
         return os.path.realpath(joined)
     return os.path.join(os.path.realpath("/" + "/".join(parts[:-1])), parts[-1])
+
+
+def _working_directory(text: str) -> str:
+    if text.startswith("/"):
+        return "/"
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise InvalidOptionError(
+            "a relative path leads nowhere: the working directory is gone", path=text, found=error.strerror, remedy="pass an absolute path"
+        ) from error
 
 
 def check_name(name: str, *, path: str) -> None:

@@ -34,6 +34,7 @@ from dcp_engine.errors import (
     UnencodableObjectError,
     UnsupportedModeError,
     UntrustedDataError,
+    UsageError,
 )
 
 Calls = list[str]
@@ -234,6 +235,24 @@ def test_async_save_fails_through_its_future(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as caught:
         future.result()
     assert isinstance(failure_of(caught.value), CheckpointExistsError)
+
+
+def test_a_save_that_another_one_of_its_writer_has_overtaken_says_so(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "step-00000001")
+
+    class Overtaking(DefaultSavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            writer.reset(tmp_path / "step-00000002")
+            writer.set_up_storage_writer(True, rank=0, use_collectives=True)
+            return super().resolve_data(write_item)
+
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=Overtaking())
+    reason = failure_of(caught.value)
+    assert isinstance(reason, UsageError)
+    assert "the writer began another save while this one was under way" in str(reason)
+    assert (reason.step, reason.path, reason.rank) == (1, str(tmp_path / "step-00000001"), 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_writer_serves_many_checkpoints(tmp_path: Path) -> None:

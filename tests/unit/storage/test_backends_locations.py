@@ -119,3 +119,13 @@ def test_children_of_roots_have_one_separator() -> None:
 def test_local_paths_do_not_pay_for_fsspec() -> None:
     code = "import sys; from dcp_engine.storage.backends import resolve; resolve('/tmp'); print('fsspec' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_relative_path_in_a_directory_that_is_gone_is_an_error_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(InvalidOptionError, match="the working directory is gone"):
+        locate("checkpoint")
+    assert locate(str(tmp_path / "checkpoint")).path == str(tmp_path / "checkpoint")

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from dcp_engine import ShardReader, ShardWriter, verify_checkpoint
 from dcp_engine.errors import DcpEngineError, InvalidOptionError, UnsupportedModeError
@@ -119,3 +121,32 @@ def test_a_missing_library_is_said_with_the_command_that_installs_it(make: Calla
 def test_ids_are_the_documented_ones() -> None:
     for purpose in ("signing", "encryption"):
         assert key_id(KEY, purpose) == hmac.new(KEY, f"dcp-engine {purpose} key id".encode(), hashlib.sha256).digest()[:8]
+
+
+def test_a_relative_path_in_a_directory_that_is_gone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(InvalidOptionError, match="signing_key is a relative path, and the working directory is gone"):
+        secret_key("key", "signing_key")
+
+
+def test_a_signing_key_that_cannot_be_had_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(dcp.api.CheckpointException, match="signing_key cannot be read"):
+        dcp.save({"w": torch.ones(3)}, storage_writer=ShardWriter(tmp_path / "step-00000001", signing_key=tmp_path / "no-key"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signing_key_is_asked_once_a_save(tmp_path: Path) -> None:
+    asked = []
+
+    def key() -> bytes:
+        asked.append(1)
+        return KEY
+
+    writer = ShardWriter(signing_key=key)
+    for num_saves in (1, 2):
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / str(num_saves), storage_writer=writer)
+        assert len(asked) == num_saves
+        verify_checkpoint(tmp_path / str(num_saves), signing_key=KEY).raise_if_bad()

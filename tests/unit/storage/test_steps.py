@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import publish, unprivileged, world_readable_directory, write_files
@@ -30,6 +32,16 @@ from dcp_engine.storage.steps import STEP_NAME, committed_steps, parse_step_name
 def test_steps_have_one_name_each(name: str, step: int) -> None:
     assert parse_step_name(name) == step
     assert step_name(step) == name
+
+
+@pytest.mark.parametrize("step", [-1, 2**63, "7", None, 1.9, True])
+def test_what_is_no_step_has_no_name(step: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="a whole number from 0 to 9223372036854775807"):
+        step_name(step)
+
+
+def test_whole_numbers_of_other_libraries_are_steps() -> None:
+    assert step_name(cast("int", np.int32(7))) == step_name(cast("int", torch.tensor(7))) == "step-00000007"
 
 
 @pytest.mark.parametrize(
@@ -63,12 +75,6 @@ def test_names_that_resemble_a_step_are_none(name: str) -> None:
 def test_names_of_steps_read_back(step: int) -> None:
     assert step_name(step) == STEP_NAME % step
     assert parse_step_name(step_name(step)) == step
-
-
-@pytest.mark.parametrize("step", [-1, 2**63])
-def test_what_is_no_step_has_no_name(step: int) -> None:
-    with pytest.raises(InvalidOptionError):
-        step_name(step)
 
 
 def test_only_committed_steps_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import threading
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,33 @@ def test_all_fences_are_asked_when_the_attempt_is_made_and_before_it_is_publishe
 def test_a_fence_that_says_no_leaves_nothing(tmp_path: Path, refusal: int) -> None:
     with pytest.raises(dcp.api.CheckpointException, match="somebody else writes here now"):
         dcp.save({"w": torch.ones(3)}, storage_writer=ShardWriter(tmp_path / "step-00000001", fence=Fence(refusal)))
+    assert list(tmp_path.iterdir()) == []
+
+
+class Unsendable(Exception):
+    """No pickle makes one again."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first, second, threading.Lock())
+
+
+@pytest.mark.parametrize("refusal", [1, 2])
+@pytest.mark.parametrize("error", [ValueError("odd"), Unsendable("odd", "even"), OSError(5, "odd")])
+def test_a_fence_that_fails_is_an_error_that_reaches_all_ranks(tmp_path: Path, error: Exception, refusal: int) -> None:
+    class Failing(Fence):
+        def check(self) -> None:
+            self.num_asked += 1
+            if self.num_asked == refusal:
+                raise error
+
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.save({"w": torch.ones(3)}, storage_writer=ShardWriter(tmp_path / "step-00000001", fence=Failing()))
+    ((reason, _),) = caught.value.failures.values()
+    assert isinstance(reason, CommitError)
+    assert (reason.step, reason.path) == (1, str(tmp_path / "step-00000001"))
+    assert "the fence failed" in str(reason)
+    assert f"found {type(error).__name__}: " in str(reason)
+    assert pickle.loads(pickle.dumps(reason)).found == reason.found
     assert list(tmp_path.iterdir()) == []
 
 
