@@ -76,7 +76,8 @@ class Fence(Protocol):
         """Returns if this writer may go on.
 
         Raises:
-            FencedError, or any other error of the engine: it may not. Nothing is published then, and the attempt is removed.
+            FencedError, or any other error of the engine: it may not. Nothing is published then, and the attempt is removed. What is no
+                error of the engine is told as a ``CommitError``.
         """
         ...
 

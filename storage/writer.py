@@ -359,6 +359,10 @@ class ShardWriter(StorageWriter):
         """
         return self._publisher().revoke(attempt)
 
+    def abandon(self) -> None:
+        """Remove what the last save has left, if that failed; on the coordinator. Never raises. Else the writer's next save does it."""
+        self._abort()
+
     # -- DCP's attribute --------------------------------------------------------------------------------------------------
 
     @property

@@ -69,8 +69,15 @@ def save_in_steps(state: dict[str, Any], writer: StorageWriter, planner: SavePla
         DcpEngineError: the save was broken off.
     """
     save = _Save(state, writer, planner, exchange, watch)
-    plan = save.plan()
-    return save.write(plan)
+    try:
+        plan = save.plan()
+        return save.write(plan)
+    except BaseException:
+        # The others know by now. A writer of its own for each save begins no next one, in which it would tidy up: on a full disk, what
+        # failed saves leave would make the next one fail, too.
+        if exchange.is_coordinator and isinstance(writer, ShardWriter):
+            writer.abandon()
+        raise
 
 
 class _Save:

@@ -277,6 +277,8 @@ def write_to_a_full_disk(root: str) -> str:
 def test_a_file_that_cannot_be_written_on_one_rank_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, write_to_a_full_disk, str(tmp_path)) == [f"1 {errno.EFBIG}"] * 2
     assert committed_steps(str(tmp_path)) == [1, 3]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-00000001", "step-00000003"], "what rank 0 had written of step 2 fills the disk no longer"
 
 
 def save_step_1(root: str, how: str | None) -> None:
