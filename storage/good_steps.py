@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dcp_engine.errors import CheckpointNotFoundError, CorruptCheckpointError, TruncatedFileError, UnsupportedVersionError
+from dcp_engine.errors import CheckpointNotFoundError, CorruptCheckpointError, SignatureError, TruncatedFileError, UnsupportedVersionError
 from dcp_engine.storage.access import manifest_of
+from dcp_engine.storage.attempts import MANIFEST_NAME
 from dcp_engine.storage.backends import Location
 from dcp_engine.storage.keys import SecretKey
 from dcp_engine.storage.publish import OpenCheckpoint, open_checkpoint
@@ -50,7 +51,7 @@ def open_newest_good(
             _logger.warning("step %d does not count as a good one: %s", step, error)
             continue
         try:
-            check_whole(opened, signing_key)
+            check_whole(opened, signing_key, step=step)
         except bad as error:
             opened.hold.release()
             _logger.warning("step %d does not count as a good one: %s", step, error)
@@ -62,17 +63,28 @@ def open_newest_good(
     return None
 
 
-def check_whole(opened: OpenCheckpoint, signing_key: SecretKey | None = None) -> None:
+def check_whole(opened: OpenCheckpoint, signing_key: SecretKey | None = None, *, step: int | None = None) -> None:
     """Holds the files of a checkpoint against its manifest: each must be there, of the right size. Their content is not looked at.
 
     Args:
-        signing_key: whose holder must have signed it; ``None``: it need not be signed.
+        signing_key: whose holder must have signed it, for the step of its name; ``None``: it need not be signed.
+        step: of its name; ``None``: it has no such name.
 
     Raises:
         SignatureError, MissingFileError, TruncatedFileError, or whatever is wrong with the manifest. StorageError: it cannot be told.
     """
     directory = opened.directory
     manifest = manifest_of(opened, signing_key=signing_key, path=directory.path)
+    if signing_key is not None and step is not None and manifest.step != step:
+        # A copy of an old step under a new name would take the run back, and retention would remove all that is newer.
+        raise SignatureError(
+            "the checkpoint is signed for another step than that of its name",
+            path=directory.path,
+            file=MANIFEST_NAME,
+            expected=f"step {step}",
+            found="no step" if manifest.step is None else f"step {manifest.step}",
+            remedy="take another step, and find out who copied this one",
+        )
     with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
         sizes = list(pool.map(directory.file_size, [record.name for record in manifest.files]))
     for record, size_bytes in zip(manifest.files, sizes, strict=True):

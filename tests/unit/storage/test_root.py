@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -345,6 +346,21 @@ def test_a_root_with_a_key_takes_only_steps_that_are_signed_with_it(tmp_path: Pa
     assert anyones.step == 3
     with pytest.raises(InvalidOptionError, match="signing_key"):
         RunRoot(tmp_path, signing_key=b"short")
+
+
+def test_a_signed_step_under_the_name_of_another_one_is_no_good_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key = b"k" * 32
+    root = RunRoot(tmp_path, signing_key=key)
+    claim = root.claim()
+    save_step(root, 1, claim, signing_key=key)
+    save_step(root, 2, claim, signing_key=key)
+    shutil.copytree(root.path_of(1), root.path_of(7))
+    decision = root.decide()
+    assert decision is not None
+    assert decision.step == 2
+    assert "step 7 does not count as a good one: the checkpoint is signed for another step than that of its name" in caplog.text
+    assert root.prune(1, claim).retired == (1,)
+    assert root.steps() == [2, 7]
 
 
 def test_alone_a_process_decides_for_the_newest_good_step(place: RootPlace, caplog: pytest.LogCaptureFixture) -> None:
