@@ -1,27 +1,22 @@
-"""``ShardWriter``: DCP's ``StorageWriter`` over the format, the write pipeline and publishing."""
+"""``ShardWriter``: DCP's ``StorageWriter``. Which call does what, in which order, and what becomes of an attempt; all else is elsewhere."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
-import platform
 import secrets
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_engine import __version__, staged_memory
+from dcp_engine import staged_memory
 from dcp_engine.components import ComponentMap
 from dcp_engine.errors import (
     CommitStateUnknownError,
@@ -35,23 +30,20 @@ from dcp_engine.errors import (
     UsageError,
     can_travel,
 )
-from dcp_engine.objects import decode_object, encode_object
 from dcp_engine.storage import dcp_records, planner_values
 from dcp_engine.storage.attempts import Fence
 from dcp_engine.storage.backends import is_supported_path, locate
-from dcp_engine.storage.dcp_metadata import ManifestIndex
 from dcp_engine.storage.encryption import BlockCipher, encryption_key_of
 from dcp_engine.storage.keys import KeySource, SecretKey, secret_key
-from dcp_engine.storage.limits import MAX_STEP, MAX_TEXT_BYTES
-from dcp_engine.storage.manifest import Manifest
+from dcp_engine.storage.label import Label
+from dcp_engine.storage.manifest_of_save import build_manifest, fill_metadata, receipts_of
 from dcp_engine.storage.options import DEFAULT_BYTES_IN_FLIGHT, chosen_digest, pipeline_options
 from dcp_engine.storage.publish import AttemptRef, Publisher, open_publisher
 from dcp_engine.storage.records import ShardReceipt
 from dcp_engine.storage.shard_set import Writer, write_shards
-from dcp_engine.storage.steps import parse_step_name
 from dcp_engine.storage.tickets import LocalTicket, Ticket, token_of
 from dcp_engine.storage.write_watch import WriteWatch, ask
-from dcp_engine.types import EngineMetadata, EngineStorageMeta, PlannerData, WritePhases
+from dcp_engine.types import EngineStorageMeta, WritePhases
 
 __all__ = ["ShardWriter"]
 
@@ -154,18 +146,7 @@ class ShardWriter(StorageWriter):
         if not isinstance(overwrite, bool):
             raise InvalidOptionError("overwrite is not a bool", expected="True or False", found=repr(overwrite)[:300])
         self._overwrite = overwrite
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP):
-            raise InvalidOptionError("step is not a step", expected=f"None or an int from 0 to {MAX_STEP}", found=repr(step))
-        if run_id is not None and (not isinstance(run_id, str) or len(run_id.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES):
-            raise InvalidOptionError(
-                "run_id is not a name", expected=f"None or a str of at most {MAX_TEXT_BYTES} bytes", found=repr(run_id)[:300]
-            )
-        if metadata is not None and not isinstance(metadata, Mapping):
-            raise InvalidOptionError("metadata is not a mapping", expected="None or a dict", found=repr(metadata)[:300])
-        self._step = step
-        self._run_id = run_id
-        # A copy through the codec: refused now if it cannot be stored, and deaf to later changes of the caller's containers.
-        self._user_metadata = cast("dict[str, Any]", decode_object(encode_object(dict(metadata or {}), key="metadata"), key="metadata"))
+        self._label = Label.checked(step=step, run_id=run_id, metadata=metadata)
         self._process_group = process_group
         self._storage_options = dict(storage_options or {})
         self._fence = fence
@@ -311,10 +292,19 @@ class ShardWriter(StorageWriter):
         """
         if self._attempt is None:
             raise UsageError("no save is in progress here", path=self._path, remedy="call finish() once a save, on the coordinator alone")
+        assert self._path is not None
         publisher, attempt = self._attempt
         try:
-            receipts = self._receipts(results, attempt)
-            manifest = self._manifest(metadata, receipts, attempt, world_size=len(results))
+            receipts = receipts_of(results, nonce=attempt.nonce, path=self._path)
+            manifest = build_manifest(
+                metadata,
+                receipts,
+                self._label,
+                nonce=attempt.nonce,
+                path=self._path,
+                world_size=len(results),
+                codec=self._options.codec,
+            )
             self.watch.tick()
             dcp_records.check_delivered(metadata, manifest)
             encoded = manifest.encode()
@@ -329,7 +319,7 @@ class ShardWriter(StorageWriter):
                 self._add_place(error)
             raise
         self._attempt = None
-        self._fill(metadata, manifest, encoded)
+        fill_metadata(metadata, manifest, encoded, self._label, path=self._path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -389,7 +379,7 @@ class ShardWriter(StorageWriter):
             return UsageError(
                 "the writer began another save while this one was under way",
                 path=target,
-                step=parse_step_name(target.rpartition("/")[2]) if self._step is None else self._step,
+                step=self._label.step_at(target),
                 expected="one save at a time for each writer",
                 remedy="give each save its own writer, or wait for the save before, as BackgroundSaver does",
             )
@@ -403,7 +393,8 @@ class ShardWriter(StorageWriter):
 
     def _add_place(self, error: DcpEngineError) -> None:
         error.path = self._path if error.path is None else error.path
-        error.step = self._step_of_path() if error.step is None else error.step
+        if error.step is None and self._path is not None:
+            error.step = self._label.step_at(self._path)
 
     def _publisher(self, *, signing_key: SecretKey | None = None) -> Publisher:
         assert self._path is not None
@@ -415,11 +406,6 @@ class ShardWriter(StorageWriter):
             signing_key=signing_key,
         )
 
-    def _step_of_path(self) -> int | None:
-        if self._step is not None or self._path is None:
-            return self._step
-        return parse_step_name(self._path.rstrip("/").rpartition("/")[2])
-
     def _write_files(self, plan: SavePlan, planner: SavePlanner, ticket: Ticket) -> list[ShardReceipt]:
         publisher = self._publisher()
         directory = publisher.attempt(ticket.attempt)
@@ -430,67 +416,3 @@ class ShardWriter(StorageWriter):
         receipts = write_shards(directory, by_component, writer, replace(self._options, cipher=cipher), self.watch)
         publisher.seal(ticket.attempt)
         return receipts
-
-    def _receipts(self, results: list[list[WriteResult]], attempt: AttemptRef) -> list[ShardReceipt]:
-        receipts: list[ShardReceipt] = []
-        for rank, written in enumerate(results):
-            for result in written:
-                receipt = result.storage_data
-                if not isinstance(receipt, ShardReceipt) or receipt.nonce != attempt.nonce or receipt.rank != rank:
-                    raise PlanError(
-                        "a rank reported files of another save",
-                        path=self._path,
-                        rank=rank,
-                        file=result.index.fqn,
-                        expected=f"what ShardWriter.write_data returned for attempt {attempt.nonce}",
-                        remedy="one save at a time may run on a process group, with one ShardWriter on each rank",
-                    )
-                receipts.append(receipt)
-        return receipts
-
-    def _manifest(self, metadata: Metadata, receipts: list[ShardReceipt], attempt: AttemptRef, *, world_size: int) -> Manifest:
-        planner_data = metadata.planner_data
-        ours = isinstance(planner_data, PlannerData)
-        return Manifest.build(
-            receipts=receipts,
-            empty_entries=list(dcp_records.empty_entries(metadata)),
-            nonce=attempt.nonce,
-            writer_version=__version__,
-            run_id=self._run_id or "",
-            step=self._step_of_path(),
-            saved_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
-            world_size=world_size,
-            aliases=planner_data.ties if ours else {},
-            planner_data=b"" if planner_data is None else encode_object(dict(planner_data) if ours else planner_data, key="planner_data"),
-            skeleton=planner_data.skeleton if ours else b"",
-            metadata=encode_object(
-                {"user": self._user_metadata, "environment": _environment(), "raw_bytes_by_codec": _by_codec(receipts)}, key="metadata"
-            ),
-            codec=self._options.codec,
-        )
-
-    def _fill(self, metadata: Metadata, manifest: Manifest, encoded: bytes) -> None:
-        assert self._path is not None
-        metadata.storage_data = ManifestIndex(manifest, self._path)
-        metadata.storage_meta = EngineStorageMeta(checkpoint_id=self._path, save_id=manifest.nonce)
-        metadata.version = str(manifest.format_version)
-        if isinstance(metadata, EngineMetadata):
-            metadata.step = manifest.step
-            metadata.run_id = self._run_id
-            metadata.saved_at = manifest.saved_at
-            metadata.nonce = manifest.nonce
-            metadata.manifest_sha256 = hashlib.sha256(encoded).hexdigest()
-            metadata.user_metadata = self._user_metadata
-
-
-def _environment() -> dict[str, str | None]:
-    """The versions that a reader may want to compare; the fuller contract belongs to whoever knows the training job."""
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "cuda": torch.version.cuda}
-
-
-def _by_codec(receipts: list[ShardReceipt]) -> dict[str, int]:
-    """What the codecs that were chosen have stored, over all ranks."""
-    total: Counter[str] = Counter()
-    for receipt in receipts:
-        total.update(receipt.raw_bytes_by_codec)
-    return dict(sorted(total.items()))
