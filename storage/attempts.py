@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from dcp_engine.errors import (
     CheckpointExistsError,
@@ -25,6 +25,7 @@ from dcp_engine.storage.signing import sign
 from dcp_engine.storage.tombstones import RETIRED, is_tombstone, parse_tombstone, retired
 
 __all__ = [
+    "INCOMPLETE",
     "MANIFEST_NAME",
     "MARKER_NAME",
     "AttemptRef",
@@ -46,6 +47,8 @@ __all__ = [
 
 MANIFEST_NAME = "MANIFEST"
 MARKER_NAME = "COMPLETE"
+INCOMPLETE: Final = "incomplete"
+"""Stands for what lies at a target without a readable COMPLETE, wherever the nonce of a checkpoint is asked for."""
 
 _MAX_LISTED = 5
 

@@ -11,9 +11,7 @@ import errno
 import logging
 import os
 import platform
-import stat
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 
 from dcp_engine.errors import (
@@ -23,7 +21,6 @@ from dcp_engine.errors import (
     DcpEngineError,
     InvalidOptionError,
     RankDisagreementError,
-    UnsupportedVersionError,
 )
 from dcp_engine.storage.attempts import (
     MANIFEST_NAME,
@@ -31,11 +28,8 @@ from dcp_engine.storage.attempts import (
     AttemptRef,
     Fence,
     changed_meanwhile,
-    check_replaceable,
     check_reported,
     check_same_target,
-    is_own_file,
-    listing,
     marker_of,
     new_nonce,
     nonce_at,
@@ -45,19 +39,17 @@ from dcp_engine.storage.attempts import (
 from dcp_engine.storage.backends import Location
 from dcp_engine.storage.backends.calls import system
 from dcp_engine.storage.backends.directories import (
-    file_kind,
     flush_directory,
     is_directory,
-    is_mount_point,
     make_directories,
     name_exists,
     remove_tree,
 )
 from dcp_engine.storage.backends.failures import PERMISSION_ERRNOS, storage_failure
 from dcp_engine.storage.backends.local import LocalDirectory
-from dcp_engine.storage.envelope import is_nonce
+from dcp_engine.storage.entry_names import NAME_MAX_BYTES, attempt_name, trash_name
 from dcp_engine.storage.keys import SecretKey
-from dcp_engine.storage.tombstones import RETIRED
+from dcp_engine.storage.posix_target import describe, inspect_target, nonce_or_error
 
 __all__ = ["PosixPublisher"]
 
@@ -76,8 +68,6 @@ _REFUSED = PERMISSION_ERRNOS | {
     errno.EINVAL,
     errno.ELOOP,
 }
-_INCOMPLETE = "incomplete"
-_NAME_MAX_BYTES = 255
 # A network file system may take a moment to show a directory that another node made.
 _VISIBILITY_SECS = 15.0
 _POLL_SECS = 0.25
@@ -106,17 +96,17 @@ class PosixPublisher:
         """Checks the target, creates the attempt directory beside it."""
         if not self._name:
             raise InvalidOptionError("the root of the file system cannot become a checkpoint", path=self._target)
-        if len(os.fsencode(self._name)) > _NAME_MAX_BYTES:
+        if len(os.fsencode(self._name)) > NAME_MAX_BYTES:
             raise InvalidOptionError(
-                "the name of the checkpoint is too long", path=self._target, expected=f"at most {_NAME_MAX_BYTES} bytes"
+                "the name of the checkpoint is too long", path=self._target, expected=f"at most {NAME_MAX_BYTES} bytes"
             )
         try:
             make_directories(self._parent)
         except OSError as error:
             raise storage_failure(error, "create the parent directory", path=self._parent) from error
-        replaces = self._inspect_target()
+        replaces = inspect_target(self._target, overwrite=self._overwrite)
         nonce = new_nonce()
-        attempt = os.path.join(self._parent, _attempt_name(self._name, nonce))
+        attempt = os.path.join(self._parent, attempt_name(self._name, nonce))
         try:
             system().mkdir(attempt, 0o777)
         except OSError as error:
@@ -178,16 +168,7 @@ class PosixPublisher:
                 write_whole(directory, name, content)
                 self.seal(ref)
         retired = self._publish(ref)
-        try:
-            flush_directory(self._parent)
-        except OSError as error:
-            self._uncertain.add(ref.nonce)
-            raise CommitStateUnknownError(
-                "the checkpoint is in place, but it is not known whether a power cut would leave it there",
-                path=self._target,
-                found=f"flushing its parent failed: {error.strerror}",
-                remedy="check the file system, then read the checkpoint back",
-            ) from error
+        self._make_durable(ref)
         if retired is not None and not remove_tree(retired):
             _logger.warning("could not remove the replaced checkpoint %s: remove it by hand", retired)
 
@@ -219,7 +200,27 @@ class PosixPublisher:
     def revoke(self, ref: AttemptRef) -> bool:
         """Renames the attempt away. There is one rename of it that succeeds: this one, or the one that publishes."""
         check_same_target(self._target, ref)
-        trash = os.path.join(self._parent, f".trash-{uuid.uuid4().hex}")
+        if self._taken_away(ref):
+            return True
+        self._make_durable(ref)  # whoever published it may have been lost right before that
+        return False
+
+    def _make_durable(self, ref: AttemptRef) -> None:
+        """The last step of publishing: has the checkpoint keep its name."""
+        try:
+            flush_directory(self._parent)
+        except OSError as error:
+            self._uncertain.add(ref.nonce)
+            raise CommitStateUnknownError(
+                "the checkpoint is in place, but it is not known whether a power cut would leave it there",
+                path=self._target,
+                found=f"flushing its parent failed: {error.strerror}",
+                remedy="check the file system, then read the checkpoint back",
+            ) from error
+
+    def _taken_away(self, ref: AttemptRef) -> bool:
+        """See :meth:`revoke`. False: it is published, durably or not."""
+        trash = os.path.join(self._parent, trash_name())
         try:
             if nonce_at(LocalDirectory(self._target)) == ref.nonce:
                 return False
@@ -231,7 +232,7 @@ class PosixPublisher:
             remove_tree(trash)
             return nonce_at(LocalDirectory(self._target)) != ref.nonce
         except (DcpEngineError, FileNotFoundError):
-            there = _nonce_or_error(self._target)
+            there = nonce_or_error(self._target)
             if isinstance(there, str) and there == ref.nonce:
                 return False
             if not isinstance(there, DcpEngineError) and not name_exists(ref.attempt):
@@ -248,39 +249,11 @@ class PosixPublisher:
 
     # -- the target ---------------------------------------------------------------------------------------------------
 
-    def _inspect_target(self) -> str | None:
-        """What a commit will replace (see ``AttemptRef.replaces``). Raises if there is something that it must not."""
-        try:
-            mode = system().lstat(self._target).st_mode
-            names = sorted(system().listdir(self._target)) if stat.S_ISDIR(mode) else []
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise storage_failure(error, "look at what is there already", path=self._target) from error
-        if not stat.S_ISDIR(mode):
-            raise CheckpointExistsError("the name is taken", path=self._target, found=file_kind(mode), remedy="save to another name")
-        if is_mount_point(self._target):
-            raise InvalidOptionError(
-                "a mount point cannot become a checkpoint: no rename can replace it", path=self._target, remedy="save to a directory in it"
-            )
-        if not names:
-            return None
-        try:
-            strangers = [name for name in names if not _is_own_entry(self._target, name)]
-        except OSError as error:
-            raise storage_failure(error, "look at what is there already", path=self._target) from error
-        try:
-            there = nonce_at(LocalDirectory(self._target)) or _INCOMPLETE
-        except (CorruptCheckpointError, UnsupportedVersionError):
-            there = _INCOMPLETE  # damaged, or too new: in the way all the same, replaced if the caller asked for that
-        check_replaceable(self._target, names, strangers, overwrite=self._overwrite or there == RETIRED)
-        return there
-
     def _publish(self, ref: AttemptRef) -> str | None:
         """Gives the attempt its name. Returns where the replaced checkpoint now lies, if there was one."""
-        if ref.replaces is not None and (there := self._inspect_target()) != ref.replaces:
+        if ref.replaces is not None and (there := inspect_target(self._target, overwrite=self._overwrite)) != ref.replaces:
             raise changed_meanwhile(self._target, ref.replaces, there)
-        trash = os.path.join(self._parent, f".trash-{uuid.uuid4().hex}")
+        trash = os.path.join(self._parent, trash_name())
         if self._fence is not None:
             self._fence.check()
         try:
@@ -303,7 +276,7 @@ class PosixPublisher:
             try:
                 return system().exchange(ref.attempt, self._target)
             except InterruptedError:
-                there = _nonce_or_error(self._target)
+                there = nonce_or_error(self._target)
                 if there == ref.nonce:
                     return True
                 if isinstance(there, DcpEngineError):
@@ -311,7 +284,7 @@ class PosixPublisher:
 
     def _check_exchanged(self, ref: AttemptRef, replaces: str) -> None:
         """Takes back an exchange that hit a checkpoint which came after the look at the target: nobody asked to replace that."""
-        out = _nonce_or_error(ref.attempt)
+        out = nonce_or_error(ref.attempt)
         if not isinstance(out, str) or out == replaces:
             return
         if not system().exchange(ref.attempt, self._target):
@@ -349,19 +322,19 @@ class PosixPublisher:
 
     def _look(self, ref: AttemptRef, error: OSError) -> None:
         """Finds out what a rename that reported an error has done. Returns if the checkpoint is published after all."""
-        there = _nonce_or_error(self._target)
+        there = nonce_or_error(self._target)
         if there == ref.nonce:
             return
         if isinstance(there, str) and there != ref.replaces:
             raise published_first(self._target, ref.nonce, there) from error
         if error.errno == errno.ENOENT and self._fence is not None and not name_exists(ref.attempt):
             self._fence.check()  # a newer epoch took the attempt away, so that nothing was renamed
-        untouched = _nonce_or_error(ref.attempt) == ref.nonce
+        untouched = nonce_or_error(ref.attempt) == ref.nonce
         if untouched and error.errno in _OCCUPIED:
             raise CheckpointExistsError(
                 "something came to lie at the target while the checkpoint was written",
                 path=self._target,
-                found=_describe(self._target),
+                found=describe(self._target),
                 remedy="save to another name",
             ) from error
         if untouched and error.errno in _REFUSED:
@@ -373,37 +346,3 @@ class PosixPublisher:
             found=f"rename of {ref.attempt!r}: {error.strerror}",
             remedy="look at both names before saving again; nothing was deleted",
         ) from error
-
-
-def _attempt_name(name: str, nonce: str) -> str:
-    """``.tmp-<name>-<nonce>``, the name cut where the file system would not take it."""
-    room = _NAME_MAX_BYTES - len(f".tmp--{nonce}")
-    cut = name
-    while len(os.fsencode(cut)) > room:
-        cut = cut[:-1]
-    return f".tmp-{cut}-{nonce}"
-
-
-def _is_own_entry(path: str, name: str) -> bool:
-    """Whether an entry is part of a checkpoint: a file of it, or the directory of one that was copied from an object store."""
-    place = os.path.join(path, name)
-    mode = system().lstat(place).st_mode
-    if stat.S_ISDIR(mode) and is_nonce(name):
-        return all(_is_own_entry(place, inner) and not is_nonce(inner) for inner in system().listdir(place))
-    return stat.S_ISREG(mode) and is_own_file(name)
-
-
-def _nonce_or_error(path: str) -> str | DcpEngineError | None:
-    try:
-        return nonce_at(LocalDirectory(path))
-    except DcpEngineError as error:
-        return error
-
-
-def _describe(path: str) -> str:
-    """What is at a path, in words."""
-    try:
-        mode = system().lstat(path).st_mode
-        return listing(sorted(system().listdir(path))) if stat.S_ISDIR(mode) else file_kind(mode)
-    except OSError as error:
-        return f"nothing that can be looked at ({error.strerror})"

@@ -25,6 +25,7 @@ from dcp_engine.errors import (
     UnsupportedVersionError,
 )
 from dcp_engine.storage.attempts import (
+    INCOMPLETE,
     MANIFEST_NAME,
     MARKER_NAME,
     AttemptRef,
@@ -54,7 +55,6 @@ _logger = logging.getLogger(__name__)
 
 PROBE_NAME = "PROBE"
 """Object that the test for conditional creation may leave in an attempt, where a storage allows no removal."""
-_INCOMPLETE = "incomplete"
 _NUM_REQUESTS = 16
 _MAX_LOOKED_AT = 16
 
@@ -200,7 +200,7 @@ class RemotePublisher:
                 return None
         strangers = [name for name in names if not is_own_file(name)]
         check_replaceable(self._target, names or [MARKER_NAME], strangers, overwrite=self._overwrite or nonce == RETIRED)
-        return nonce or _INCOMPLETE
+        return nonce or INCOMPLETE
 
     def _check_replaced(self, directory: RemoteDirectory, ref: AttemptRef) -> tuple[_Condition, list[tuple[RemoteDirectory, str]]]:
         """On what COMPLETE may be put, and the objects that nobody needs once it is."""
@@ -211,7 +211,7 @@ class RemotePublisher:
         vacant, tag = not directory.holds(MARKER_NAME), directory.tag(MARKER_NAME)
         if (there := self._inspect_target(directory)) != ref.replaces:
             raise changed_meanwhile(self._target, ref.replaces, there)
-        if vacant and there == _INCOMPLETE:
+        if vacant and there == INCOMPLETE:
             condition = _Condition(create=attempt.creates_conditionally(PROBE_NAME))
         else:
             condition = _Condition(over=tag if attempt.swaps(PROBE_NAME) else None)
@@ -303,7 +303,7 @@ def _nonce_there(directory: RemoteDirectory) -> str | None:
     try:
         return nonce_at(directory)
     except (CorruptCheckpointError, UnsupportedVersionError):
-        return _INCOMPLETE
+        return INCOMPLETE
 
 
 def _still_there(directory: RemoteDirectory, names: Sequence[str]) -> list[str]:

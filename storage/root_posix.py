@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import stat
-import uuid
 from collections.abc import Callable
 
 from dcp_engine.errors import CheckpointNotFoundError, DcpEngineError, InvalidOptionError, StorageError
@@ -16,11 +15,12 @@ from dcp_engine.storage.backends.calls import system
 from dcp_engine.storage.backends.directories import file_kind, flush_directory, make_directories, name_exists, remove_tree
 from dcp_engine.storage.backends.failures import storage_failure
 from dcp_engine.storage.backends.local import LocalDirectory
+from dcp_engine.storage.entry_names import is_step_attempt, is_trash, trash_name
 from dcp_engine.storage.envelope import is_nonce
 from dcp_engine.storage.epochs import EPOCHS_NAME, EpochRecord, epoch_name
 from dcp_engine.storage.holds import Hold, hold_for_reading, hold_for_retiring
 from dcp_engine.storage.latest import LATEST_NAME
-from dcp_engine.storage.root_store import Retirement, is_step_attempt, is_trash, refuse_checkpoint
+from dcp_engine.storage.root_store import Retirement, refuse_checkpoint
 from dcp_engine.storage.steps import step_name
 
 __all__ = ["PosixRoot"]
@@ -173,7 +173,7 @@ class PosixRoot:
         return os.path.join(self._path, step_name(step))
 
     def _new_trash(self) -> str:
-        return os.path.join(self._path, f".trash-{uuid.uuid4().hex}")
+        return os.path.join(self._path, trash_name())
 
     def _flush(self, path: str) -> None:
         try:

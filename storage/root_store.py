@@ -1,8 +1,7 @@
-"""What a root asks of its storage: the protocol between ``RunRoot`` and the two kinds of storage, and the names in a root."""
+"""What a root asks of its storage: the protocol between ``RunRoot`` and the two kinds of storage."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from enum import Enum
 from typing import Final, Protocol
@@ -11,12 +10,9 @@ from dcp_engine.errors import InvalidOptionError
 from dcp_engine.storage.attempts import MANIFEST_NAME, MARKER_NAME
 from dcp_engine.storage.epochs import EpochRecord
 from dcp_engine.storage.holds import Hold
-from dcp_engine.storage.steps import parse_step_name
 
-__all__ = ["Retirement", "RootStore", "is_step_attempt", "is_trash", "refuse_checkpoint"]
+__all__ = ["Retirement", "RootStore", "refuse_checkpoint"]
 
-_ATTEMPT = re.compile(r"\.tmp-(step-[0-9]+)-[0-9a-f]{32}", re.ASCII)
-_TRASH = re.compile(r"\.trash-[0-9a-f]{32}", re.ASCII)
 _STOCK_NAME: Final = ".metadata"
 
 
@@ -68,17 +64,6 @@ class RootStore(Protocol):
     def put_latest(self, content: bytes) -> None:
         """Replaces LATEST in one step, durably."""
         ...
-
-
-def is_step_attempt(name: str) -> bool:
-    """Whether a name is one that an attempt at a step has, not merely resembles."""
-    match = _ATTEMPT.fullmatch(name)
-    return match is not None and parse_step_name(match[1]) is not None
-
-
-def is_trash(name: str) -> bool:
-    """Whether a name is one that the engine gives to what is to be removed."""
-    return _TRASH.fullmatch(name) is not None
 
 
 def refuse_checkpoint(path: str, names: list[str]) -> None:

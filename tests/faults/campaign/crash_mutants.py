@@ -114,7 +114,7 @@ def _said_too_early(told: Told) -> Iterator[None]:
 @contextmanager
 def _attempt_of_fixed_name(told: Told) -> Iterator[None]:
     """An attempt that is left behind is in the way of the next save."""
-    with patch.object(publish_posix, "_attempt_name", lambda name, nonce: f".tmp-{name}-{'0' * 32}"):
+    with patch.object(publish_posix, "attempt_name", lambda name, nonce: f".tmp-{name}-{'0' * 32}"):
         yield
 
 

@@ -28,7 +28,7 @@ from dcp_engine.errors import (
     StoragePermissionError,
     TruncatedFileError,
 )
-from dcp_engine.storage import publish_posix
+from dcp_engine.storage import posix_target, publish_posix
 from dcp_engine.storage.backends import linux
 from dcp_engine.storage.publish import AttemptRef, Publisher, open_checkpoint, open_publisher
 
@@ -204,7 +204,7 @@ def test_mount_points_and_roots_are_refused() -> None:
 
 def test_a_bind_mount_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target.mkdir(parents=True)
-    monkeypatch.setattr(publish_posix, "is_mount_point", lambda path: path == str(target))
+    monkeypatch.setattr(posix_target, "is_mount_point", lambda path: path == str(target))
     with pytest.raises(InvalidOptionError, match="mount point"):
         open_publisher(target).begin()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import threading
 from pathlib import Path
@@ -11,7 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_engine import ShardWriter, committed_steps
-from dcp_engine.errors import BackgroundSaveError, CommitError, DcpEngineError
+from dcp_engine.errors import BackgroundSaveError, CommitError, CommitStateUnknownError, DcpEngineError
+from dcp_engine.storage.attempts import AttemptRef
+from dcp_engine.storage.backends.calls import SystemCalls, installed
 from dcp_engine.storage.backends.local import LocalDirectory
 from dcp_engine.storage.publish import open_publisher
 from dcp_engine.storage.throttle import TokenBucket
@@ -134,4 +138,48 @@ def test_an_attempt_that_was_published_cannot_be_revoked(tmp_path: Path) -> None
         ref = publisher.begin()
         publisher.commit(ref, b"manifest", [])
         assert not open_publisher(tmp_path / "step-00000001", overwrite=overwrite).revoke(ref)
+    assert committed_steps(str(tmp_path)) == [1]
+
+
+class _LosesTheCoordinator(SystemCalls):
+    """The process that publishes is lost after its rename, before anything else."""
+
+    def rename(self, source: str, target: str) -> None:
+        super().rename(source, target)
+        raise KeyboardInterrupt("lost")
+
+
+class _Flushes(SystemCalls):
+    """Notes which directories are flushed, or fails to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.flushed: list[str] = []
+
+    def fsync(self, fd: int) -> None:
+        if self.fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().fsync(fd)
+        self.flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+
+def _renamed_and_lost(path: Path) -> AttemptRef:
+    publisher = open_publisher(path)
+    ref = publisher.begin()
+    with installed(_LosesTheCoordinator()), pytest.raises(KeyboardInterrupt, match="lost"):
+        publisher.commit(ref, b"manifest", [])
+    return ref
+
+
+def test_what_a_lost_coordinator_has_renamed_is_flushed_before_it_counts_as_published(tmp_path: Path) -> None:
+    ref, calls = _renamed_and_lost(tmp_path / "step-00000001"), _Flushes()
+    with installed(calls):
+        assert not open_publisher(tmp_path / "step-00000001").revoke(ref)
+    assert calls.flushed == [str(tmp_path)]
+
+
+def test_what_cannot_be_flushed_after_its_coordinator_was_lost_is_unknown(tmp_path: Path) -> None:
+    ref = _renamed_and_lost(tmp_path / "step-00000001")
+    with installed(_Flushes(fails=True)), pytest.raises(CommitStateUnknownError, match="whether a power cut would leave it there"):
+        open_publisher(tmp_path / "step-00000001").revoke(ref)
     assert committed_steps(str(tmp_path)) == [1]
