@@ -128,8 +128,6 @@ class ShardWriter(StorageWriter):
         encryption_key: KeySource | None = None,
     ) -> None:
         super().__init__()
-        if fence is not None and not callable(getattr(fence, "check", None)):
-            raise InvalidOptionError("fence cannot be asked", expected="None or an object with check()", found=repr(fence)[:300])
         self.watch = WriteWatch(fence)
         self._signing_key = secret_key(signing_key, "signing_key")
         self._encryption_key = encryption_key_of(encryption_key)
@@ -334,9 +332,9 @@ class ShardWriter(StorageWriter):
         return self._path is not None and not locate(self._path).remote
 
     @property
-    def storage_options(self) -> dict[str, Any]:
-        """As they were given."""
-        return dict(self._storage_options)
+    def reader_options(self) -> dict[str, Any]:
+        """Keyword arguments of the ``ShardReader`` of what this one writes."""
+        return {"storage_options": self._storage_options, "signing_key": self._signing_key, "encryption_key": self._encryption_key}
 
     def revoke(self, attempt: AttemptRef) -> bool:
         """Settle whether a checkpoint is published whose coordinator is lost: see ``Publisher.revoke``. Any rank may call it.

@@ -240,7 +240,9 @@ class _Child:
                     self.progress = answer.progress
                 elif isinstance(answer, Entered | Asks | Fails | Published):
                     assert run is not None, "it saves"
-                    self._connection.send(_reaction(answer, run))
+                    reaction = _reaction(answer, run)
+                    with contextlib.suppress(OSError):  # it has died meanwhile, which is seen in the next round
+                        self._connection.send(reaction)
                 else:
                     return answer
             elif ready:

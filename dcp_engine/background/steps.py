@@ -161,11 +161,13 @@ class _Save:
                     if not isinstance(self._writer, ShardWriter):
                         self._watch.check()  # it has no fences: this is the last moment that it gives us
                     self._writer.finish(metadata=self._metadata, results=results)
-                self._watch.published()
-                return packed(self._metadata)
             except BaseException as error:  # noqa: BLE001  as above
                 failures[self._exchange.rank] = self._portable(error, PUBLISHING)
-        return self._failed(WRITING, failures)
+        if failures:
+            return self._failed(WRITING, failures)
+        # It is published, whatever fails from here on: that must not be told as a failure of the save, which it would be by the exchange.
+        self._watch.published()
+        return packed(self._metadata)
 
     @contextmanager
     def _fenced(self) -> Iterator[None]:

@@ -272,7 +272,7 @@ class _Supervision:
         """Of the checkpoint that was published while its coordinator could not tell. Empty where that cannot be read: published it is."""
         writer = self._job.writer
         if isinstance(writer, ShardWriter):
-            reader = ShardReader(self._path, storage_options=writer.storage_options)
+            reader = ShardReader(self._path, **writer.reader_options)
             future = self._in_time(reader.read_metadata)
             if future.done() and future.exception() is None:
                 return future.result()

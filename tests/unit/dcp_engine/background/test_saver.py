@@ -16,12 +16,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.odd_planners import FailingPlanner, MeddlingPlanner, SlowPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_engine import ReshardLoadPlanner, ShardReader, ShardWriter, committed_steps, verify_checkpoint
-from dcp_engine.background import BackgroundSaver, Priority, UnchangedStateWarning
+from dcp_engine.background import BackgroundSaver, Priority, UnchangedStateWarning, steps
 from dcp_engine.errors import BackgroundSaveError, ClosedError, InvalidOptionError, SaveTimeoutError, StagedDataChangedError
 from dcp_engine.staging import DoubleBufferStager
 
+WAIT_SECS = 60
 EXECUTORS = pytest.mark.parametrize("executor", ["thread", "process"])
 
 
@@ -130,6 +132,25 @@ def test_waiting_and_closing_have_an_end(tmp_path: Path) -> None:
     saver.close()
 
 
+@pytest.mark.parametrize("keys", [{}, {"signing_key": b"s" * 16, "encryption_key": b"e" * 16}], ids=["in the clear", "signed, encrypted"])
+def test_what_fails_after_publishing_is_no_failure_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, bytes]
+) -> None:
+    """As for want of memory. What the coordinator cannot tell is read from the checkpoint, with the writer's keys."""
+    pack = steps.packed
+
+    def fail(value: object) -> bytes:
+        if isinstance(value, Metadata):
+            raise MemoryError("no room for the metadata")  # noqa: TRY004 - it is not about the type
+        return pack(value)
+
+    monkeypatch.setattr(steps, "packed", fail)
+    with BackgroundSaver() as saver:
+        handle = saver.submit({"w": torch.ones(3)}, writer=ShardWriter(tmp_path / "step-00000001", **keys))
+        assert set(handle.result(WAIT_SECS).state_dict_metadata) == {"w"}
+    assert committed_steps(str(tmp_path)) == [1]
+
+
 def test_a_failure_that_nobody_reads_is_raised_at_the_end_and_not_over_the_bodys_own(tmp_path: Path) -> None:
     def fail() -> None:
         with BackgroundSaver() as saver:
@@ -191,7 +212,9 @@ ORPHAN = """
 import os, sys, time
 import torch
 from dcp_engine import ShardWriter
+from dcp_engine.background import steps
 from dcp_engine.background import BackgroundSaver
+from torch.distributed.checkpoint.metadata import Metadata
 from support.odd_planners import SlowPlanner
 
 if __name__ == "__main__":
