@@ -1,4 +1,4 @@
-"""The only place that touches private names of torch, with the versions for which each is needed.
+"""The only place that touches private names of torch and of Python, with the versions for which each is needed.
 
 Everything is looked up when used and may be absent: a name that a release of torch lacks means that no value can be of that kind.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "is_legacy_sharded_tensor",
     "is_strided_shard",
     "is_traceable_wrapper",
+    "limit_start",
     "new_shared_bytes",
     "rewrapped",
     "wait_for_collective",
@@ -107,3 +109,23 @@ def copy_many(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def default_store() -> Any:
     """The store through which the default process group was made (private in 2.11 to 2.14)."""
     return dist.distributed_c10d._get_default_store()
+
+
+class _PatientEvent(threading.Event):
+    """An event whose waits without a timeout have one."""
+
+    def __init__(self, secs: float) -> None:
+        super().__init__()
+        self._secs = secs
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(self._secs if timeout is None else timeout)
+
+
+def limit_start(thread: threading.Thread, secs: float) -> None:
+    """Has ``thread.start()`` wait no longer than this for the thread to run; ``thread.is_alive()`` then tells whether it does.
+
+    It waits for ever for a thread that dies at once for want of memory, by an event of its own (private in CPython 3.11 to 3.14). Where a
+    later Python waits by something else, it would wait as long as it does without this.
+    """
+    thread._started = _PatientEvent(secs)  # type: ignore[attr-defined]

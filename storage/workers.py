@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from dcp_engine.compat import limit_start
 from dcp_engine.errors import InvalidOptionError
 from dcp_engine.storage.codecs import Scratch
 
@@ -143,13 +144,6 @@ class WorkerPool:
             self.return_scratch(scratch)
 
 
-class _StartSignal(threading.Event):
-    """Says that a thread runs. ``Thread.start`` waits for it for ever, also for a thread that died at once for want of memory."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        return super().wait(_START_SECS if timeout is None else timeout)
-
-
 class _Worker(threading.Thread):
     """A thread that begins, or is known not to.
 
@@ -161,7 +155,7 @@ class _Worker(threading.Thread):
         self._work = work
         self._deciding = threading.Lock()
         self._runs = self._given_up = False
-        self._started = _StartSignal()  # of ``Thread``, which has no other way to bound its wait
+        limit_start(self, _START_SECS)
 
     def begin(self) -> bool:
         """Start; false where the system gives no thread, or not in time, in which case the work is not begun later either."""
@@ -169,7 +163,7 @@ class _Worker(threading.Thread):
             self.start()
         except (RuntimeError, MemoryError):
             return False
-        if self._started.is_set():
+        if self.is_alive():
             return True
         with self._deciding:
             self._given_up = not self._runs

@@ -58,7 +58,7 @@ def test_a_thread_that_begins_too_late_is_not_one_of_the_pool(monkeypatch: pytes
     with WorkerPool(1) as pool:
         assert pool.submit(threading.get_ident).result(WAIT_SECS) == threading.get_ident()
         may_begin.set()
-        while not late[0]._started.is_set() or late[0].is_alive():
+        while late[0].ident is None or late[0].is_alive():
             time.sleep(0.001)
         assert pool.submit(lambda: 7).result(WAIT_SECS) == 7
 
