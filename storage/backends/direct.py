@@ -91,8 +91,12 @@ class DirectWrites:
             if os.major(ours.st_dev) == 0:
                 return None  # no device behind it: memory, or a network, where this means something else or nothing
             fd = system().open(self._path, _FLAGS)
-            theirs = system().fstat(fd)
-            if (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino):
-                return fd
-            system().close(fd)
+            is_ours = False
+            try:
+                theirs = system().fstat(fd)
+                is_ours = (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino)
+            finally:
+                if not is_ours:
+                    system().close(fd)
+            return fd if is_ours else None
         return None

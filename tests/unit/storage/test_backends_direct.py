@@ -75,6 +75,15 @@ class Calls(calls.SystemCalls):
         return len(self._fds)
 
 
+class Blind(Calls):
+    """Cannot tell what a descriptor for direct writes is of."""
+
+    def fstat(self, fd: int) -> os.stat_result:
+        if fd in self._fds:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().fstat(fd)
+
+
 def written(directory: Path, system: Calls, part: memoryview, position: int = 4096) -> tuple[bytes, bytes]:
     """What the file holds from ``position`` on, and what was shown piece by piece."""
     seen = []
@@ -106,6 +115,12 @@ def test_what_does_not_lie_in_whole_pages_is_written_as_ever(
     system = Calls()
     part = memory[begin:end]
     assert written(tmp_path, system, part.data, position) == (part.tobytes(), part.tobytes())
+    assert system.direct == []
+
+
+def test_a_descriptor_that_cannot_be_looked_at_is_closed_and_not_used(tmp_path: Path, memory: NDArray[np.uint8]) -> None:
+    system = Blind()
+    assert written(tmp_path, system, memory.data) == (memory.tobytes(), memory.tobytes())
     assert system.direct == []
 
 
