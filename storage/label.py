@@ -11,7 +11,7 @@ from dcp_engine.objects import decode_object, encode_object
 from dcp_engine.storage.limits import MAX_STEP, MAX_TEXT_BYTES
 from dcp_engine.storage.steps import parse_step_name
 
-__all__ = ["Label"]
+__all__ = ["Label", "check_run_id"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,8 @@ class Label:
         """
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP):
             raise InvalidOptionError("step is not a step", expected=f"None or an int from 0 to {MAX_STEP}", found=repr(step)[:300])
-        if run_id is not None and (not isinstance(run_id, str) or len(run_id.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES):
-            raise InvalidOptionError(
-                "run_id is not a name", expected=f"None or a str of at most {MAX_TEXT_BYTES} bytes", found=repr(run_id)[:300]
-            )
+        if run_id is not None:
+            check_run_id(run_id)
         if metadata is not None and not isinstance(metadata, Mapping):
             raise InvalidOptionError("metadata is not a mapping", expected="None or a dict", found=repr(metadata)[:300])
         # A copy through the codec: refused now if it cannot be stored, and deaf to later changes of the caller's containers.
@@ -47,3 +45,9 @@ class Label:
     def step_at(self, path: str) -> int | None:
         """Training step of a checkpoint at a path or URL: as was said, else of a name like ``step-00000100``, else None."""
         return self.step if self.step is not None else parse_step_name(path.rstrip("/").rpartition("/")[2])
+
+
+def check_run_id(run_id: object) -> None:
+    """Refuses what cannot be the name of a run. Raises ``InvalidOptionError``."""
+    if not isinstance(run_id, str) or len(run_id.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
+        raise InvalidOptionError("run_id is not a name", expected=f"a str of at most {MAX_TEXT_BYTES} bytes", found=repr(run_id)[:300])

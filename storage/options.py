@@ -61,21 +61,10 @@ def pipeline_options(
         InvalidOptionError: naming the option, what it was and what is valid.
         UnsupportedModeError: this machine is not little-endian.
     """
-    if sys.byteorder != "little":
-        raise UnsupportedModeError(
-            "the format is little-endian and elements are moved as they lie in memory",
-            expected="a little-endian machine",
-            found=f"{sys.byteorder}-endian",
-            remedy="save and load on x86-64 or little-endian ARM or POWER",
-        )
+    _check_machine()
     if threads is None:
         threads = default_threads()
-    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
-        raise InvalidOptionError("threads is out of range", expected=f"None or an int from 1 to {MAX_THREADS}", found=repr(threads))
-    if isinstance(bytes_in_flight, bool) or not isinstance(bytes_in_flight, int) or bytes_in_flight < BLOCK_BYTES:
-        raise InvalidOptionError(
-            "bytes_in_flight is smaller than one block", expected=f"an int of at least {BLOCK_BYTES} (4 MiB)", found=repr(bytes_in_flight)
-        )
+    _check_resources(threads, bytes_in_flight)
     if codec not in CHOICES:
         raise InvalidOptionError("unknown codec", expected=f"one of {', '.join(CHOICES)}", found=repr(codec))
     if isinstance(level, bool) or not isinstance(level, int) or level not in LEVELS:
@@ -109,6 +98,25 @@ def chosen_digest(digest: str | None, *, signed: bool) -> str:
             "a signature needs digests that cannot be forged", expected='digest="sha256" with signing_key', found=f"digest={digest!r}"[:300]
         )
     return digest if digest is not None else "sha256" if signed else "xxh3"
+
+
+def _check_machine() -> None:
+    if sys.byteorder != "little":
+        raise UnsupportedModeError(
+            "the format is little-endian and elements are moved as they lie in memory",
+            expected="a little-endian machine",
+            found=f"{sys.byteorder}-endian",
+            remedy="save and load on x86-64 or little-endian ARM or POWER",
+        )
+
+
+def _check_resources(threads: int, bytes_in_flight: int) -> None:
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
+        raise InvalidOptionError("threads is out of range", expected=f"None or an int from 1 to {MAX_THREADS}", found=repr(threads))
+    if isinstance(bytes_in_flight, bool) or not isinstance(bytes_in_flight, int) or bytes_in_flight < BLOCK_BYTES:
+        raise InvalidOptionError(
+            "bytes_in_flight is smaller than one block", expected=f"an int of at least {BLOCK_BYTES} (4 MiB)", found=repr(bytes_in_flight)
+        )
 
 
 def _check_size_target(size_target: float | None, codec: str) -> None:

@@ -26,8 +26,8 @@ from dcp_engine.storage.epochs import MAX_EPOCH, EpochClaim, epochs_of, new_reco
 from dcp_engine.storage.good_steps import open_newest_good
 from dcp_engine.storage.holds import Hold
 from dcp_engine.storage.keys import KeySource, secret_key
+from dcp_engine.storage.label import check_run_id
 from dcp_engine.storage.latest import LATEST_NAME, LatestHint
-from dcp_engine.storage.limits import MAX_TEXT_BYTES
 from dcp_engine.storage.publish import open_checkpoint
 from dcp_engine.storage.retention import PruneReport, check_keep_last, surplus_steps
 from dcp_engine.storage.root_posix import PosixRoot
@@ -126,8 +126,7 @@ class RunRoot:
             FencedError: somebody else has claimed the epoch after this one meanwhile.
             StorageError kinds: nothing can be written there, or it cannot be told who claimed it.
         """
-        if not isinstance(run_id, str) or len(run_id.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
-            raise InvalidOptionError("run_id is not a name", expected=f"a str of at most {MAX_TEXT_BYTES} bytes", found=repr(run_id)[:300])
+        check_run_id(run_id)
         self._store.prepare()
         epoch = newest_epoch(resolve(epochs_of(self._location), self._storage_options)) + 1
         # Others may create the same one, or a late listing may lack some: none is left out.

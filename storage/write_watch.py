@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dcp_engine.errors import CommitError, DcpEngineError
+from dcp_engine.errors import CommitError, DcpEngineError, InvalidOptionError
 
 if TYPE_CHECKING:
     from dcp_engine.storage.attempts import Fence
@@ -27,10 +27,15 @@ class WriteWatch:
         progress: grows with every write that the storage has taken, and with every other step that is done. Only that it grows means
             something: a save whose progress stands still is in one call of the storage, or hangs.
 
+    Raises:
+        InvalidOptionError: the fence cannot be asked.
+
     Thread-safety: all methods may be called from any thread. May cross processes by pickle if the fences may.
     """
 
     def __init__(self, fence: Fence | None = None) -> None:
+        if fence is not None and not callable(getattr(fence, "check", None)):
+            raise InvalidOptionError("fence cannot be asked", expected="None or an object with check()", found=repr(fence)[:300])
         self.progress = 0
         self._fences = [] if fence is None else [fence]
         self._ended: DcpEngineError | None = None
