@@ -154,7 +154,7 @@ class Publisher(Protocol):
         """Takes the attempt away from a coordinator that may be about to publish it.
 
         Returns:
-            Whether it will never be published; False: it is.
+            Whether it will never be published; False: it is, durably.
 
         Raises:
             CommitStateUnknownError: neither can be told.

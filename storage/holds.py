@@ -32,7 +32,7 @@ _MAX_RENAMED = 3
 
 
 class Hold:
-    """A lock, or the lack of one. Freed by ``release``, at the latest with this object.
+    """A lock, or the lack of one. Freed by ``release``, at the latest with this object; a forked process that has a copy frees nothing.
 
     Attributes:
         locked: it is a lock that others respect. False on file systems without locks.
@@ -40,6 +40,7 @@ class Hold:
 
     def __init__(self, fd: int = -1, *, locked: bool = False) -> None:
         self._fd = fd
+        self._process = os.getpid()
         self.locked = locked
 
     def release(self) -> None:
@@ -48,7 +49,8 @@ class Hold:
         if fd < 0:
             return
         with contextlib.suppress(OSError):
-            if locked:
+            # In such a child this is a copy of the hold, and the lock still belongs to whoever took it.
+            if locked and os.getpid() == self._process:
                 system().flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile shares the lock, and would keep it
         with contextlib.suppress(OSError):
             system().close(fd)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from dcp_engine.storage.holds import Hold
 from dcp_engine.storage.keys import KeySource, secret_key
 from dcp_engine.storage.label import check_run_id
 from dcp_engine.storage.latest import LATEST_NAME, LatestHint
-from dcp_engine.storage.publish import open_checkpoint
+from dcp_engine.storage.publish import OpenCheckpoint, open_checkpoint
 from dcp_engine.storage.retention import PruneReport, check_keep_last, surplus_steps
 from dcp_engine.storage.root_posix import PosixRoot
 from dcp_engine.storage.root_store import Retirement, RootStore
@@ -251,9 +251,7 @@ class RunRoot:
         """
         self._check(claim)
         nonce = self._marker(step).nonce
-        good = open_newest_good(
-            self._location, set(self.steps()) - {step}, storage_options=self._storage_options, signing_key=self._signing_key
-        )
+        good = self._newest_good(set(self.steps()) - {step})
         if good is None:
             raise InvalidOptionError(
                 "the last good step is never retired",
@@ -286,7 +284,7 @@ class RunRoot:
         check_keep_last(keep_last)
         self._check(claim)
         committed = self.steps()
-        good = open_newest_good(self._location, committed, storage_options=self._storage_options, signing_key=self._signing_key)
+        good = self._newest_good(committed)
         if good is None:
             return PruneReport((), (), tuple(committed), guarded=True)
         retired, in_use, guarded = [], [], True
@@ -324,7 +322,7 @@ class RunRoot:
         if not number or not older_than_secs >= 0:
             raise InvalidOptionError("older_than_secs is not a time", expected="seconds, at least 0", found=repr(older_than_secs)[:300])
         self._check(claim)
-        good = open_newest_good(self._location, self.steps(), storage_options=self._storage_options, signing_key=self._signing_key)
+        good = self._newest_good(self.steps())
         if good is None:
             return self._store.clean(older_than_secs, keep_whole=True)
         with good[1].hold:
@@ -353,17 +351,21 @@ class RunRoot:
             opened.hold.release()
             return opened.marker
 
+    def _newest_good(self, steps: Iterable[int], *, pass_newer_versions: bool = True) -> tuple[int, OpenCheckpoint] | None:
+        """See :func:`open_newest_good`."""
+        return open_newest_good(
+            self._location,
+            steps,
+            storage_options=self._storage_options,
+            signing_key=self._signing_key,
+            pass_newer_versions=pass_newer_versions,
+        )
+
     def _decide(self) -> Decision | None:
         committed = self.steps()
         if not committed:
             return None
-        good = open_newest_good(
-            self._location,
-            committed,
-            storage_options=self._storage_options,
-            signing_key=self._signing_key,
-            pass_newer_versions=False,
-        )
+        good = self._newest_good(committed, pass_newer_versions=False)
         if good is None:
             raise CorruptCheckpointError(
                 "there are committed steps, and none of them is good",

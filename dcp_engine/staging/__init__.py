@@ -2,7 +2,7 @@
 
 ``stager`` is DCP's call; ``state`` finds the tensors and builds the copy, ``layout`` says where each goes, ``arena`` and ``buffers`` are
 the memory and who has it, ``copy_host`` and ``copy_cuda`` move the bytes, ``digests`` and ``proof`` show that they stayed what they were,
-``failure`` carries an error to all ranks, ``handed_out`` knows who has what, ``split`` takes floats apart on a device.
+``failure`` carries an error to all ranks, ``handed_out`` knows who has what.
 """
 
 from __future__ import annotations

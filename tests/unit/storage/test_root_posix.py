@@ -223,6 +223,22 @@ def test_a_lock_is_not_kept_by_a_child(place: RootPlace) -> None:
         os.close(write)
 
 
+def test_a_child_that_drops_its_copy_of_a_hold_frees_nothing(place: RootPlace) -> None:
+    """As a forked loader of data does that lets go of a reader."""
+    root, claim = place.root(), place.root().claim()
+    for step in (1, 2):
+        place.save(step, claim)
+    opened = open_checkpoint(root.path_of(1))
+    child = os.fork()
+    if child == 0:
+        opened.hold.release()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert root.prune(1, claim).in_use == (1,)
+    opened.hold.release()
+    assert root.prune(1, claim).retired == (1,)
+
+
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
