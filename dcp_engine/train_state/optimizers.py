@@ -214,9 +214,10 @@ def load_optimizer_state(
             else:
                 unstarted.append(name)
         _load_group(group, unpack(stored["param_groups"][str(number)], key=join(key, "param_groups", str(number))))
-    for name in [name for name in optimizer.state if not isinstance(name, torch.Tensor)]:
-        del optimizer.state[name]
-    optimizer.state.update(unpack(stored["others"], key=join(key, "others")))
+    state: dict[Any, Any] = optimizer.state
+    for other in [other for other in state if not isinstance(other, torch.Tensor)]:
+        del state[other]
+    state.update(unpack(stored["others"], key=join(key, "others")))
     return moved, unstarted
 
 

@@ -28,11 +28,12 @@ def capture_rng(
         generators: name -> torch generator on any device.
         numpy_generators: name -> numpy ``Generator``.
     """
+    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
-        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else [],
+        "cuda": list(torch.cuda.get_rng_state_all()) if uses_cuda else [],
         "dtensor": dtensor_rng_options(),
         "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
         "numpy_generators": {name: generator.bit_generator.state for name, generator in (numpy_generators or {}).items()},

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from dcp_engine.errors import KeyMismatchError
@@ -121,6 +121,20 @@ class TrainState:
         self._blanks: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self.report: TrainStateReport | None = None
         self._names()
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of what a full state has, as the first elements of its keys; gradients, which only some saves hold, left out."""
+        parts = {
+            "model": self._parts,
+            "optimizer": self._optimizers,
+            **dict(self._packed_components()),
+            "progress": True,
+            "ema": self._ema,
+            "extra": self._extras,
+            "rng": self._rng,
+        }
+        return tuple(name for name, part in parts.items() if part)
 
     # -- saving -----------------------------------------------------------------------------------------------------------
 
@@ -330,10 +344,7 @@ class TrainState:
         return found
 
     def _check_components(self, state_dict: Mapping[str, Any]) -> None:
-        wanted = {"progress"} | ({"model"} if self._parts else set()) | ({"optimizer"} if self._optimizers else set())
-        wanted |= {component for component, parts in self._packed_components() if parts}
-        wanted |= {component for component, parts in (("ema", self._ema), ("extra", self._extras)) if parts}
-        wanted |= {"rng"} if self._rng is not None else set()
+        wanted = set(self.components)
         labels = [(component, label) for component, parts in (*self._packed_components(), ("ema", self._ema)) for label in parts if label]
         labels += [("optimizer", label) for label in self._optimizers if label] + [("extra", label) for label in self._extras]
         missing = wanted - state_dict.keys()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dcp_engine.train_state.per_rank import rank_of_name
 
-__all__ = ["Stored", "stored_in"]
+__all__ = ["Stored", "stored_components", "stored_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +67,9 @@ def _parameter_of(path: str, names: frozenset[str]) -> tuple[str, ...]:
     while name and name not in names:
         name = name.rpartition(".")[0]
     return (name,) if name else ()
+
+
+def stored_components(keys: Iterable[str], *, under: str = "state") -> frozenset[str]:
+    """The components that a checkpoint holds. One that lacks a component of the state is none to resume from: weights alone, say."""
+    start = f"{under}." if under else ""
+    return frozenset(key[len(start) :].partition(".")[0] for key in keys if key.startswith(start))
