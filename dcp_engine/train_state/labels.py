@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dcp_engine.errors import InvalidOptionError
+from dcp_engine.errors import InvalidOptionError, StateError
 
-__all__ = ["check_labels", "check_stateful", "join", "labelled", "nest", "part_of"]
+__all__ = ["check_enabled", "check_labels", "check_stateful", "join", "labelled", "nest", "part_of"]
 
 
 def labelled(value: Any, *, argument: str, is_one: Callable[[Any], bool]) -> dict[str, Any]:
@@ -58,6 +58,17 @@ def check_stateful(parts: Mapping[str, Any], *, argument: str) -> None:
                     expected="an object with state_dict() and load_state_dict()",
                     found=_kind(part),
                 )
+
+
+def check_enabled(part: Any, stored: object, *, key: str) -> None:
+    """Refuse the state of a scaler that was switched off for one that is on, which would find out in the middle of a load.
+
+    Raises:
+        StateError: naming the key.
+    """
+    is_enabled = getattr(part, "is_enabled", None)
+    if callable(is_enabled) and is_enabled() and stored == {}:
+        raise StateError("an enabled scaler cannot take up the state of one that was not", tensor=key, expected="a scale", found="{}")
 
 
 def join(*elements: str) -> str:

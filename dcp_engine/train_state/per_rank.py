@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
-from dcp_engine.errors import InvalidOptionError
+from dcp_engine.errors import InvalidOptionError, KeyMismatchError
+from dcp_engine.train_state.report import Resized
 
-__all__ = ["PerRank", "name_of_rank", "rank_of_name", "ranks_to_read"]
+__all__ = ["NOTHING", "PerRank", "choose", "name_of_rank", "rank_of_name", "ranks_to_read"]
 
 OnResize = Callable[[Mapping[int, Any], int, int], Any]
+
+NOTHING: Final = object()
+"""Chosen where there is no value for a rank: it keeps what it has."""
 
 _NAME = re.compile(r"rank-(\d{5,})\Z")
 
@@ -67,3 +71,36 @@ def ranks_to_read(saved: Iterable[int], *, rank: int, world_size: int, wants_all
     if ordered == list(range(world_size)):
         return (rank,)
     return tuple(ordered) if wants_all else tuple(one for one in ordered if one % world_size == rank)
+
+
+def choose(
+    values: Mapping[int, Any], *, key: str, rank: int, world_size: int, saved_world_size: int, on_resize: OnResize | None
+) -> tuple[Any, Resized | None]:
+    """The value that a rank takes, and what is to be reported where there were more or fewer ranks.
+
+    Args:
+        values: by saved rank, those that :func:`ranks_to_read` named.
+        key: of the value, for messages.
+        rank: of the caller.
+        world_size: ranks now.
+        saved_world_size: ranks that saved.
+        on_resize: of the :class:`PerRank`.
+
+    Returns:
+        The value or :data:`NOTHING`; None on as many ranks as saved.
+
+    Raises:
+        KeyMismatchError: there are as many ranks, and this one's value is missing.
+    """
+    if saved_world_size == world_size:
+        if rank not in values:
+            raise KeyMismatchError("this rank's value is missing", missing=(f"{key}.{name_of_rank(rank)}",), rank=rank)
+        return values[rank], None
+    dropped: tuple[int, ...] = ()
+    if on_resize is not None:
+        took, value = "by function", on_resize(values, rank, world_size)
+    else:
+        dropped = tuple(sorted(one for one in values if one >= world_size))
+        fits = rank in values and rank < saved_world_size
+        took, value = ("by rank", values[rank]) if fits else ("nothing", NOTHING)
+    return value, Resized(key=key, saved_world_size=saved_world_size, world_size=world_size, took=took, dropped=dropped)

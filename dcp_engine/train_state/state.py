@@ -22,11 +22,11 @@ from dcp_engine.train_state.accumulation import check_cycle, check_policy, grads
 from dcp_engine.train_state.counters import Counters
 from dcp_engine.train_state.differences import Difference, differences
 from dcp_engine.train_state.extras import check_extra, extra_state, load_extra
-from dcp_engine.train_state.labels import check_labels, check_stateful, join, labelled, nest, part_of
+from dcp_engine.train_state.labels import check_enabled, check_labels, check_stateful, join, labelled, nest, part_of
 from dcp_engine.train_state.models import load_model_state, model_state, parameter_names
 from dcp_engine.train_state.optimizers import check_optimizer, check_optimizer_state, load_optimizer_state, optimizer_state
 from dcp_engine.train_state.packed import pack, unpack
-from dcp_engine.train_state.per_rank import PerRank, name_of_rank, rank_of_name, ranks_to_read
+from dcp_engine.train_state.per_rank import NOTHING, PerRank, choose, name_of_rank, rank_of_name, ranks_to_read
 from dcp_engine.train_state.report import Moved, Resized, TrainStateReport
 from dcp_engine.train_state.rng import capture_rng, restore_rng
 from dcp_engine.train_state.scheduling import SchedulerCount, check_count, scheduler_disagreements
@@ -148,8 +148,7 @@ class TrainState:
         """
         stored, names = self._stored, self._names()
         if stored is None:
-            unscaled = bool(self._scaler) and self.counters.grads_unscaled
-            check_cycle(self.counters, self._grads, unscaled=unscaled)
+            check_cycle(self.counters, self._grads, unscaled=bool(self._scaler) and self.counters.grads_unscaled)
         state: dict[str, Any] = {}
         if self._parts:
             state["model"] = model_state(self._parts)
@@ -231,21 +230,8 @@ class TrainState:
         names = self._names()
         self._check_components(state_dict)
         for label, optimizer in self._optimizers.items():
-            key = join("optimizer", label)
-            check_optimizer_state(optimizer, names, part_of(state_dict["optimizer"], label), key=key)
-        saved_world_size = state_dict["progress"]["world_size"]
-        resized: list[Resized] = []
-        packed = [
-            (component, join(component, label), part, part_of(state_dict[component], label))
-            for component, parts in self._packed_components()
-            for label, part in parts.items()
-        ]
-        packed += [
-            ("extra", join("extra", label), part, state_dict["extra"][label]) for label, part in self._extras.items() if _is_per_rank(part)
-        ]
-        if self._rng is not None:
-            packed.append(("rng", "rng", self._rng, state_dict["rng"]))  # last: what is restored before may draw
-        values = [(part, *self._value_for_me(part, key, stored, saved_world_size, resized)) for _, key, part, stored in packed]
+            check_optimizer_state(optimizer, names, part_of(state_dict["optimizer"], label), key=join("optimizer", label))
+        values, resized = self._unpack(state_dict)
 
         if self._parts:
             load_model_state(self._parts, state_dict["model"])
@@ -256,9 +242,8 @@ class TrainState:
                 if not _is_per_rank(part):
                     load_extra(part, part_of(state_dict[component], label), key=join(component, label))
         load_grads(names, state_dict.get("grads", {}), is_ours=self._is_ours)
-        for part, is_there, value in values:
-            if is_there:
-                part.restore(value) if isinstance(part, PerRank) else part.load_state_dict(value)
+        for part, value in values:
+            part.restore(value) if isinstance(part, PerRank) else part.load_state_dict(value)
         self.report = TrainStateReport(
             components=tuple(state_dict),
             moved=tuple(moved),
@@ -274,6 +259,15 @@ class TrainState:
     def disagreements(self) -> tuple[str, ...]:
         """Schedulers that do not stand where the counters say training does, in words."""
         return scheduler_disagreements(self._schedulers, self.counters, self._scheduler_counts)
+
+    def facts(self) -> dict[str, Any]:
+        """Where each part stands, in plain numbers that all ranks must share for their states to be of one step."""
+        counters = self.counters.state_dict()
+        facts = {f"progress.{name}": counters[name] for name in ("step", "updates_applied", "micro_step", "epoch")}
+        for label, scheduler in self._schedulers.items():
+            if isinstance(getattr(scheduler, "last_epoch", None), int):
+                facts[join("scheduler", label)] = scheduler.last_epoch
+        return facts
 
     def differences(self, other: TrainState | Mapping[str, Any]) -> tuple[Difference, ...]:
         """What of ``other`` (a state, or what its ``state_dict()`` gave) differs from this state, bit for bit, by component and key."""
@@ -323,25 +317,32 @@ class TrainState:
         wanted = ranks_to_read(saved, rank=rank, world_size=self._world_size(), wants_all=part.on_resize is not None)
         return {name_of_rank(one): mine for one in wanted}
 
-    def _value_for_me(self, part: Any, key: str, stored: Any, saved_world_size: int, resized: list[Resized]) -> tuple[bool, Any]:
-        """Whether there is a value for this rank, and it."""
-        if not isinstance(part, PerRank):
-            return True, unpack(stored, key=key)
-        rank, world_size = self._rank(), self._world_size()
-        values = {one: unpack(value, key=join(key, name)) for name, value in stored.items() if (one := rank_of_name(name)) is not None}
-        if saved_world_size == world_size:
-            if rank not in values:
-                raise KeyMismatchError("this rank's value is missing", missing=(join(key, name_of_rank(rank)),), rank=rank)
-            return True, values[rank]
-        if part.on_resize is not None:
-            took, found = "by function", (True, part.on_resize(values, rank, world_size))
-        elif rank in values and rank < saved_world_size:
-            took, found = "by rank", (True, values[rank])
-        else:
-            took, found = "nothing", (False, None)
-        dropped = () if part.on_resize is not None else tuple(sorted(one for one in values if one >= world_size))
-        resized.append(Resized(key=key, saved_world_size=saved_world_size, world_size=world_size, took=took, dropped=dropped))
-        return found
+    def _unpack(self, state_dict: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], list[Resized]]:
+        """The objects whose state is one value, with what each is to take up; generators last, since what comes before them may draw."""
+        parts = [(name, label, part) for name, parts in self._packed_components() for label, part in parts.items()]
+        parts += [("extra", label, part) for label, part in self._extras.items() if _is_per_rank(part)]
+        parts += [] if self._rng is None else [("rng", "", self._rng)]
+        values: list[tuple[Any, Any]] = []
+        resized: list[Resized] = []
+        for component, label, part in parts:
+            key, stored = join(component, label), part_of(state_dict[component], label)
+            if not isinstance(part, PerRank):
+                value = unpack(stored, key=key)
+                check_enabled(part, value, key=key)
+                values.append((part, value))
+                continue
+            by_rank = {one: unpack(value, key=join(key, name)) for name, value in stored.items() if (one := rank_of_name(name)) is not None}
+            value, report = choose(
+                by_rank,
+                key=key,
+                rank=self._rank(),
+                world_size=self._world_size(),
+                saved_world_size=state_dict["progress"]["world_size"],
+                on_resize=part.on_resize,
+            )
+            resized += [] if report is None else [report]
+            values += [] if value is NOTHING else [(part, value)]
+        return values, resized
 
     def _check_components(self, state_dict: Mapping[str, Any]) -> None:
         wanted = set(self.components)

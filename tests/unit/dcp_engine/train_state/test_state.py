@@ -307,6 +307,24 @@ def test_shape_is_checked_before_anything_changes() -> None:
         run.state.load_state_dict(state)
 
 
+def test_scaler_that_was_off_is_refused_for_one_that_is_on() -> None:
+    off, on = TrainState(scaler=torch.amp.GradScaler("cpu", enabled=False)), TrainState(scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(StateError, match=r"tensor 'scaler'"):
+        on.load_state_dict(off.state_dict())
+    off.load_state_dict(off.state_dict())
+
+
+def test_facts_are_numbers_that_ranks_must_share() -> None:
+    run = trained(3)
+    assert run.state.facts() == {
+        "progress.step": 3,
+        "progress.updates_applied": 2,
+        "progress.micro_step": 0,
+        "progress.epoch": 0,
+        "scheduler": 2,
+    }
+
+
 # -- bad input ------------------------------------------------------------------------------------------------------------
 
 
