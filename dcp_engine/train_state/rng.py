@@ -12,7 +12,29 @@ import torch
 from dcp_engine.compat import dtensor_rng_options, set_dtensor_rng_options
 from dcp_engine.errors import StateError
 
-__all__ = ["capture_rng", "restore_rng"]
+__all__ = ["Generators", "capture_rng", "restore_rng"]
+
+
+class Generators:
+    """All generators of this process, as an object with a state.
+
+    Args:
+        generators: name -> torch generator, besides the global ones.
+        numpy_generators: name -> numpy ``Generator``, besides the global one.
+    """
+
+    def __init__(
+        self, generators: Mapping[str, torch.Generator] | None = None, numpy_generators: Mapping[str, np.random.Generator] | None = None
+    ) -> None:
+        self._generators, self._numpy_generators = dict(generators or {}), dict(numpy_generators or {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :func:`capture_rng`."""
+        return capture_rng(self._generators, self._numpy_generators)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As :func:`restore_rng`."""
+        restore_rng(state_dict, self._generators, self._numpy_generators)
 
 
 def capture_rng(

@@ -28,7 +28,7 @@ from dcp_engine.train_state.optimizers import check_optimizer, check_optimizer_s
 from dcp_engine.train_state.packed import pack, unpack
 from dcp_engine.train_state.per_rank import NOTHING, PerRank, choose, name_of_rank, rank_of_name, ranks_to_read
 from dcp_engine.train_state.report import Moved, Resized, TrainStateReport
-from dcp_engine.train_state.rng import capture_rng, restore_rng
+from dcp_engine.train_state.rng import Generators
 from dcp_engine.train_state.scheduling import SchedulerCount, check_count, scheduler_disagreements
 from dcp_engine.train_state.stored import Stored, stored_in
 
@@ -111,12 +111,11 @@ class TrainState:
         for argument, parts in (("ema", self._ema), ("extras", self._extras)):
             for label, part in parts.items():
                 check_extra(part, argument=f"{argument}[{label!r}]" if label else argument)
-        self._generators, self._numpy_generators = dict(generators or {}), dict(numpy_generators or {})
         self.counters = Counters() if counters is None else counters
         self._grads = check_policy(grads)
         self._scheduler_counts = check_count(scheduler_counts)
         self._group = process_group
-        self._rng = PerRank(_Generators(self)) if rng else None
+        self._rng = PerRank(Generators(generators, numpy_generators)) if rng else None
         self._stored: Stored | None = None
         self._blanks: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self.report: TrainStateReport | None = None
@@ -371,19 +370,6 @@ class TrainState:
 
     def _world_size(self) -> int:
         return dist.get_world_size(self._group) if dist.is_initialized() else 1
-
-
-class _Generators:
-    """The random number generators, seen as an object with a state."""
-
-    def __init__(self, owner: TrainState) -> None:
-        self._owner = owner
-
-    def state_dict(self) -> dict[str, Any]:
-        return capture_rng(self._owner._generators, self._owner._numpy_generators)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        restore_rng(state, self._owner._generators, self._owner._numpy_generators)
 
 
 def _stateful(value: Any, argument: str) -> dict[str, Any]:
