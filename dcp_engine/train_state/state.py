@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dcp_engine.errors import KeyMismatchError
 from dcp_engine.planners.load import ReshardLoadPlanner
-from dcp_engine.train_state.accumulation import check_cycle, check_policy, grads_state, load_grads
+from dcp_engine.train_state.accumulation import SHARED, blank_grads, check_cycle, check_grads, check_policy, grads_state, load_grads
 from dcp_engine.train_state.counters import Counters
 from dcp_engine.train_state.differences import Difference, differences
 from dcp_engine.train_state.extras import check_extra, extra_state, load_extra
@@ -162,10 +162,11 @@ class TrainState:
                 state[component] = nest({label: self._extra(part, join(component, label)) for label, part in parts.items()})
         if self._rng is not None:
             state["rng"] = self._packed(self._rng, "rng")
-        grads = grads_state(names, stored.grads if stored is not None else None) if self._wants_grads() else {}
-        if grads:
-            state["grads"] = grads
-            self._blanks.update({id(grad): grad for grad in grads.values()})
+        if stored is not None and stored.grads:
+            state["grads"] = blank_grads(names, stored.grads, rank=self._rank(), world_size=self._world_size())
+            self._blanks.update({id(grad): grad for grads in state["grads"].values() for grad in grads.values()})
+        elif stored is None and self.counters.in_cycle:
+            state["grads"] = grads_state(names, rank=self._rank(), world_size=self._world_size())
         return state
 
     def may_save(self) -> bool:
@@ -231,6 +232,8 @@ class TrainState:
         for label, optimizer in self._optimizers.items():
             check_optimizer_state(optimizer, names, part_of(state_dict["optimizer"], label), key=join("optimizer", label))
         values, resized = self._unpack(state_dict)
+        grads = state_dict.get("grads", {})
+        check_grads(grads, world_size=self._world_size(), saved_world_size=state_dict["progress"]["world_size"])
 
         if self._parts:
             load_model_state(self._parts, state_dict["model"])
@@ -240,7 +243,7 @@ class TrainState:
             for label, part in parts.items():
                 if not _is_per_rank(part):
                     load_extra(part, part_of(state_dict[component], label), key=join(component, label))
-        load_grads(names, state_dict.get("grads", {}), is_ours=self._is_ours)
+        load_grads(names, {**grads.get(SHARED, {}), **grads.get(name_of_rank(self._rank()), {})}, is_ours=self._is_ours)
         for part, value in values:
             part.restore(value) if isinstance(part, PerRank) else part.load_state_dict(value)
         self.report = TrainStateReport(
@@ -358,9 +361,6 @@ class TrainState:
                 found=f"missing {sorted(missing)}, unexpected {sorted(unexpected)}",
                 remedy="pass TrainState the same objects as in the run that saved",
             )
-
-    def _wants_grads(self) -> bool:
-        return bool(self._stored.grads) if self._stored is not None else self.counters.in_cycle
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
         return self._blanks.get(id(tensor)) is tensor

@@ -17,12 +17,12 @@ class Stored:
     Attributes:
         ranks: key of a per-rank value -> the ranks that saved one, ascending.
         started: label of an optimizer -> the parameters for which slots are stored, blank ones included.
-        grads: names of the parameters whose gradients are stored.
+        grads: place below ``grads``, ``shared`` or a rank's name -> the parameters whose gradients are stored there.
     """
 
     ranks: Mapping[str, tuple[int, ...]]
     started: Mapping[str, frozenset[str]]
-    grads: frozenset[str]
+    grads: Mapping[str, frozenset[str]]
 
 
 def stored_in(keys: Iterable[str], *, under: str, optimizers: Iterable[str], parameters: Iterable[str]) -> Stored:
@@ -39,7 +39,7 @@ def stored_in(keys: Iterable[str], *, under: str, optimizers: Iterable[str], par
     heads = {label: f"optimizer.{label}.state." if label else "optimizer.state." for label in optimizers}
     ranks: dict[str, list[int]] = {}
     started: dict[str, set[str]] = {label: set() for label in heads}
-    grads = set()
+    grads: dict[str, set[str]] = {}
     for key in keys:
         if not key.startswith(start):
             continue
@@ -49,7 +49,8 @@ def stored_in(keys: Iterable[str], *, under: str, optimizers: Iterable[str], par
         if rank is not None:
             ranks.setdefault(base, []).append(rank)
         elif key.startswith("grads."):
-            grads.add(key.removeprefix("grads."))
+            place, _, name = key.removeprefix("grads.").partition(".")
+            grads.setdefault(place, set()).add(name)
         else:
             for label, head in heads.items():
                 if key.startswith(head):
@@ -57,7 +58,7 @@ def stored_in(keys: Iterable[str], *, under: str, optimizers: Iterable[str], par
     return Stored(
         ranks={base: tuple(sorted(found)) for base, found in ranks.items()},
         started={label: frozenset(found) for label, found in started.items()},
-        grads=frozenset(grads),
+        grads={place: frozenset(found) for place, found in grads.items()},
     )
 
 

@@ -233,3 +233,38 @@ def test_parts_of_a_pipeline_are_saved_and_loaded_on_other_parts(ranks: RankPool
     ranks.run(2, pipeline, path, [[[0], [2]], [[1], [3]]], True)
     (found,) = ranks.run(1, pipeline, path, [[[0, 1, 2, 3]]], False)
     assert found == {f"layers.{layer}.weight": round(0.1 * (layer + 1), 6) for layer in range(4)}
+
+
+def accumulate(layout: str, path: str, micro_steps: tuple[int, int], saves: bool) -> dict[str, Any]:
+    """Two micro-batches a step, each rank's its own; DDP adds up each rank's gradients and reduces at the end of a cycle."""
+    run = Run(layout, seed=0 if saves else 1)
+    state = TrainState(run.model, run.optimizer, grads="save", rng=False)
+    if not saves:
+        state.load(ShardReader(path))
+    for number in range(*micro_steps):
+        if layout == "ddp":
+            run.model.require_backward_grad_sync = number % 2 == 1  # what no_sync() sets
+        run.model(torch.full((2, 6), float(dist.get_rank() + number))).square().mean().backward()
+        state.counters.micro_batch()
+        if number % 2 == 1:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            state.counters.update()
+    if saves and micro_steps[1] % 2 == 1:
+        save({"state": state}, storage_writer=ShardWriter(path))
+    return whole(run.state.state_dict()) if not state.counters.in_cycle else {}
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_cycle_goes_on_with_each_ranks_gradients(ranks: RankPool, tmp_path: Path, layout: str) -> None:
+    path = str(tmp_path / "it")
+    unbroken = ranks.run(2, accumulate, layout, path, (0, 4), True)
+    ranks.run(2, accumulate, layout, path, (0, 3), True)
+    resumed = ranks.run(2, accumulate, layout, path, (3, 4), False)
+    for expected, found in zip(unbroken, resumed, strict=True):
+        assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+    if layout == "ddp":
+        for world_size in (1, 3):
+            with pytest.raises(RankFailure) as caught:
+                ranks.run(world_size, accumulate, layout, path, (3, 4), False)
+            assert f"expected 2 ranks; found {world_size} ranks" in str(caught.value.failures[0])

@@ -95,13 +95,14 @@ def test_keys_tell_ranks_slots_and_gradients() -> None:
         "state.optimizer.x.state.l.0.weight.exp_avg",
         "state.optimizer.x.state.l.0.weight.preconditioner.left",
         "state.optimizer.x.state.gone.exp_avg",
-        "state.grads.l.0.weight",
+        "state.grads.shared.l.0.weight",
+        "state.grads.rank-00001.l",
         "other.rng.rank-00002",
     ]
     found = stored_in(keys, under="state", optimizers=["x"], parameters=["l", "l.0.weight"])
     assert found.ranks == {"rng": (0, 1), "extra.a": (1,)}
     assert found.started == {"x": frozenset({"l.0.weight"})}
-    assert found.grads == frozenset({"l.0.weight"})
+    assert found.grads == {"shared": frozenset({"l.0.weight"}), "rank-00001": frozenset({"l"})}
     assert stored_components(keys) == {"rng", "extra", "optimizer", "grads"}
     assert stored_components(["model.w"], under="") == {"model"}
 

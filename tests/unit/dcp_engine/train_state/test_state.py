@@ -417,7 +417,10 @@ def test_save_of_unscaled_gradients_is_refused() -> None:
     model = nn.Linear(3, 2)
     state = TrainState(model, scaler=torch.amp.GradScaler("cpu"), grads="save")
     state.counters.micro_batch()
-    state.state_dict()
+    with pytest.raises(StateError, match="no parameter has a gradient"):
+        state.state_dict()
+    model(torch.ones(1, 3)).sum().backward()
+    assert list(state.state_dict()["grads"]["shared"]) == ["weight", "bias"]
     state.counters.grads_unscaled = True
     with pytest.raises(StateError, match="between unscale_ and update"):
         state.state_dict()
