@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from dcp_engine.planners import BalancedSavePlanner, ReshardLoadPlanner
     from dcp_engine.staging import DoubleBufferStager, StagingReport
     from dcp_engine.storage import EpochClaim, RunRoot, ShardReader, ShardWriter, VerifyReport, committed_steps, verify_checkpoint
+    from dcp_engine.train_state import Counters, PerRank, TrainState
 
 __version__ = "0.1.0"
 __all__ = [
     "BackgroundSaver",
     "BalancedSavePlanner",
+    "Counters",
     "DoubleBufferStager",
     "EpochClaim",
+    "PerRank",
     "Priority",
     "ReshardLoadPlanner",
     "ResumableLoader",
@@ -33,6 +36,7 @@ __all__ = [
     "ShardWriter",
     "StagingReport",
     "StreamSource",
+    "TrainState",
     "UnchangedStateWarning",
     "VerifyReport",
     "__version__",
@@ -63,6 +67,9 @@ _HOME = {
     "VerifyReport": "dcp_engine.storage",
     "committed_steps": "dcp_engine.storage",
     "verify_checkpoint": "dcp_engine.storage",
+    "Counters": "dcp_engine.train_state",
+    "PerRank": "dcp_engine.train_state",
+    "TrainState": "dcp_engine.train_state",
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 __all__ = [
     "copy_many",
     "default_store",
+    "dtensor_rng_options",
     "is_fake_tensor",
     "is_legacy_sharded_tensor",
     "is_strided_shard",
@@ -24,6 +26,7 @@ __all__ = [
     "limit_start",
     "new_shared_bytes",
     "rewrapped",
+    "set_dtensor_rng_options",
     "wait_for_collective",
 ]
 
@@ -129,3 +132,19 @@ def limit_start(thread: threading.Thread, secs: float) -> None:
     later Python waits by something else, it would wait as long as it does without this.
     """
     thread._started = _PatientEvent(secs)  # type: ignore[attr-defined]
+
+
+def dtensor_rng_options() -> dict[str, bool]:
+    """What DTensor's RNG tracker keeps of its own; empty where no tracker was made.
+
+    Private in 2.11 to 2.14. There it keeps no seeds and offsets any more: it draws from the device's default generator.
+    """
+    tracker = _loaded("torch.distributed.tensor._random", "_rng_tracker")
+    return {} if tracker is None else {"distribute_region_enabled": bool(tracker.distribute_region_enabled)}
+
+
+def set_dtensor_rng_options(options: Mapping[str, bool]) -> None:
+    """Gives the tracker, where there is one, what :func:`dtensor_rng_options` gave."""
+    tracker = _loaded("torch.distributed.tensor._random", "_rng_tracker")
+    if tracker is not None and "distribute_region_enabled" in options:
+        tracker.distribute_region_enabled = options["distribute_region_enabled"]

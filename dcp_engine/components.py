@@ -12,7 +12,7 @@ from typing import Final
 
 from dcp_engine.errors import InvalidOptionError
 
-__all__ = ["DEFAULT_COMPONENT", "WELL_KNOWN", "ComponentMap"]
+__all__ = ["DEFAULT_COMPONENT", "SMALL_COMPONENT", "WELL_KNOWN", "WRAPPERS", "ComponentMap"]
 
 DEFAULT_COMPONENT: Final = "model"
 
@@ -37,10 +37,19 @@ WELL_KNOWN: Final[Mapping[str, str]] = {
     "progress": "progress",
     "train_state": "progress",
     "counters": "progress",
+    "grads": "grads",
     "ema": "ema",
     "extra": "extra",
 }
-"""First element of a key (up to its first dot) -> component."""
+"""First element of a key (up to its first dot) -> component. Of keys below :data:`WRAPPERS`, the second."""
+
+WRAPPERS: Final = frozenset({"app", "state"})
+"""Names under which scripts keep one ``Stateful`` of everything, ``{"state": TrainState(...)}``: what is below decides."""
+
+SMALL_COMPONENT: Final = "state"
+"""Component of all that is small below one of :data:`WRAPPERS`: a file each for a few hundred bytes would cost a flush each."""
+
+_SMALL: Final = frozenset({"scheduler", "scaler", "data", "rng", "progress"})
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}\Z")
 
@@ -73,11 +82,19 @@ class ComponentMap:
         for pattern, name in self._patterns:
             if fnmatch.fnmatchcase(key, pattern):
                 return name
-        return WELL_KNOWN.get(key.partition(".")[0], DEFAULT_COMPONENT)
+        head, _, below = _head(key).partition(".")
+        component = WELL_KNOWN.get(below or head, DEFAULT_COMPONENT)
+        return SMALL_COMPONENT if below and component in _SMALL else component
 
     def of_all(self, keys: Sequence[str]) -> tuple[list[str], list[int]]:
         """The components of many keys: their names, each once, and for every key the index of its own."""
-        heads = list(keys) if self._patterns else [key.partition(".")[0] for key in keys]
+        heads = list(keys) if self._patterns else [_head(key) for key in keys]
         index: dict[str, int] = {}
         of_head = {head: index.setdefault(self.of(head), len(index)) for head in dict.fromkeys(heads)}
         return list(index), [of_head[head] for head in heads]
+
+
+def _head(key: str) -> str:
+    """The elements of a key that decide, where no pattern does."""
+    head, _, rest = key.partition(".")
+    return f"{head}.{rest.partition('.')[0]}" if head in WRAPPERS and rest else head

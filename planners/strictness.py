@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcp_engine.components import DEFAULT_COMPONENT, WELL_KNOWN, ComponentMap
+from dcp_engine.components import DEFAULT_COMPONENT, SMALL_COMPONENT, WELL_KNOWN, ComponentMap
 from dcp_engine.errors import InvalidOptionError, KeyMismatchError, PlanError, RankDisagreementError
 from dcp_engine.planners.catalogue import Catalogue
 from dcp_engine.planners.rename import rename_hint
@@ -42,7 +42,7 @@ class Strictness:
             return
         if not isinstance(strict, Mapping):
             raise InvalidOptionError("strict is neither a bool nor a mapping of components to bools", found=repr(strict))
-        known = {DEFAULT_COMPONENT, *WELL_KNOWN.values(), *(components or {}).values()}
+        known = {DEFAULT_COMPONENT, SMALL_COMPONENT, *WELL_KNOWN.values(), *(components or {}).values()}
         self._default, self._by_component = True, dict[str, bool]()
         for name, value in strict.items():
             component = name if name in known else WELL_KNOWN.get(name)
