@@ -69,12 +69,12 @@ class RunRoot:
     2. ``decide``, on all ranks, for the step to go on from.
     3. for each save: ``ShardWriter(root.path_of(step), fence=claim)``, then ``set_latest`` and ``prune``.
 
-    Nothing is ever touched but exact names: ``step-<8 digits>``, ``.tmp-step-<8 digits>-<nonce>``, ``.trash-<32 hex digits>``, ``.epochs``,
-    ``LATEST``; symbolic links of such names are left alone.
+    Nothing is ever touched but exact names: ``step-<8 digits or more>``, ``.tmp-<such a name>-<nonce>``, ``.trash-<32 hex digits>``,
+    ``.epochs``, ``LATEST``; symbolic links of such names are left alone.
 
     Args:
         path: directory or URL. It need not exist.
-        storage_options: keyword arguments of the fsspec file system of a URL.
+        storage_options: keyword arguments of the fsspec file system of a URL, and ``request_timeout_secs``, as for ``ShardWriter``.
         signing_key: as that of :class:`~dcp_engine.storage.writer.ShardWriter`. A step that is not signed with it is no good one: it is
             passed over by ``decide``, and counts as damaged for ``prune``, ``retire`` and ``clean``.
 
@@ -216,7 +216,7 @@ class RunRoot:
             group: with a backend for CPU tensors; all its ranks call this together. None: this process alone decides.
 
         Returns:
-            None, if there is no committed step. Damaged ones are passed over with a warning.
+            A decision with its ``step``; None, if there is no committed step. Damaged ones are passed over with a warning.
 
         Raises:
             RankDisagreementError: on all ranks, naming the first that sees something else, and what.

@@ -64,12 +64,18 @@ def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[st
     A step counts if its directory (no symbolic link) has the exact name and its COMPLETE is whole. One of a newer format version counts:
     it is committed, and passing over it in silence would resume from an older one. The data is not looked at.
 
+    Args:
+        root: directory or URL.
+        storage_options: keyword arguments of the fsspec file system of a URL, and ``request_timeout_secs``.
+
     Returns:
         empty, where the directory does not exist or is no directory.
 
     Raises:
         StorageError: the directory, or a COMPLETE in it, cannot be read.
         InvalidOptionError: the path cannot be one.
+
+    Thread-safety: callable from any thread.
     """
     location = locate(root)
     try:

@@ -82,6 +82,9 @@ class BackgroundSaver:
         priority: of the background work.
         exit_wait_secs: see above.
 
+    Attributes:
+        stager: what copies the states: :meth:`~dcp_engine.staging.DoubleBufferStager.protect` an optimizer with it.
+
     Raises:
         InvalidOptionError: an option is out of range.
 

@@ -91,7 +91,8 @@ class DoubleBufferStager(AsyncStager):
 
     A buffer is busy until its state has been written. ``ShardWriter`` gives it back when its bytes are written. With other writers, and
     with ``AsyncCheckpointerType.PROCESS``, it comes back when the last staged tensor is gone, which may be late or, with shared memory,
-    never: call :meth:`track` on what ``async_save`` returned. When both are busy, ``stage`` waits for one.
+    never: call :meth:`track` on what ``async_save`` returned. When both are busy, ``stage`` waits for one. What the last staging took is in
+    ``last_report``, a :class:`StagingReport`; None before one.
 
     With a process group, ``stage`` never raises a :class:`~dcp_engine.errors.DcpEngineError`: it returns a state that fails when it is
     planned, because an exception on one rank would leave the others waiting for it.

@@ -25,8 +25,9 @@ class PerRank:
     Args:
         value: an object with ``state_dict`` and ``load_state_dict`` (a data loader, say), whose state is stored; or any value that the
             format holds, which is stored as it is and replaced, in :attr:`value`, by a load.
-        on_resize: for a load on another number of ranks: called with all saved values by rank, this rank and the world size; returns what
-            this rank takes. None: rank r takes what rank r saved; where there was no rank r it keeps what it has, and the report says so.
+        on_resize: for a load on another number of ranks: called with a dict of what each rank saved (a state, where the value has one) by
+            rank, this rank and the world size; returns what this rank takes up. None: rank r takes what rank r saved; where there was no
+            rank r it keeps what it has, and the report says so.
 
     Thread-safety: none.
     """

@@ -62,7 +62,7 @@ class TrainStateReport:
     disagreements: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """All of it in words, one line each; empty where there is nothing to say."""
+        """What is worth a look, in words, one line each: all but ``unstarted``, which is no deviation."""
         return [
             *self.disagreements,
             *(f"{one.parameter} moved from group {one.saved_group} to {one.group}{_of(one.optimizer)}" for one in self.moved),

@@ -46,8 +46,9 @@ class TrainState:
         dcp.save({"state": state}, storage_writer=ShardWriter(path))
         state.load(ShardReader(path))                # or dcp.load({"state": state}, ...), on as many ranks as saved it
 
-    Under the key ``"state"`` (or ``"app"``, ``"train_state"``, or with ``state.state_dict()`` as the whole) each component has files of its
-    own: ``model-00000.shard``, ``optimizer-00000.shard``, ``rng-00000.shard`` and so on.
+    Under the key ``"state"`` or ``"app"`` model, optimizer, averaged weights, gradients and extras have files of their own
+    (``model-00000.shard``), and what is small shares ``state-00000.shard``. Saved with ``state.state_dict()`` as the whole, each component
+    has its own: ``rng-00000.shard``. Under any other key all of it is one component.
 
     One object, a list or a dict of them is taken for most arguments; the names of a dict, or ``0``, ``1``, ... become part of the keys.
 
@@ -182,6 +183,9 @@ class TrainState:
             reader: of the checkpoint.
             under: the key that the state had in the dict which was saved; empty where ``state_dict()`` was the whole.
             planner: None: a strict ``ReshardLoadPlanner``.
+
+        Returns:
+            What was found, also at :attr:`report`.
 
         Raises:
             CheckpointException: of DCP, with the ranks' errors in ``failures``: keys, shapes and dtypes that differ.
