@@ -228,7 +228,7 @@ class RunRoot:
             return self._decide()
         from dcp_engine.storage.root_decision import decide_together
 
-        return decide_together(group, self._decide, self._seen, path=self.path)
+        return decide_together(group, self._decide, self._seen, self._seen_steps, path=self.path)
 
     def hold(self, step: int) -> Hold:
         """Keeps a step from being retired, for a copy for instance, until the hold is released or its process ends.
@@ -376,6 +376,11 @@ class RunRoot:
         step, opened = good
         with opened.hold:
             return Decision(step, opened.marker.nonce, opened.marker.manifest_sha256)
+
+    def _seen_steps(self) -> str | None:
+        """The committed steps that this process sees, in words; None for none."""
+        steps = self.steps()
+        return f"{len(steps)} of them, the newest step {steps[-1]}" if steps else None
 
     def _seen(self, step: int) -> Decision | str:
         """What this process sees of a step, or in words what it sees instead."""

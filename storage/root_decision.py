@@ -30,13 +30,19 @@ class _Told:
 
 
 def decide_together(
-    group: dist.ProcessGroup, decide: Callable[[], Decision | None], see: Callable[[int], Decision | str], *, path: str
+    group: dist.ProcessGroup,
+    decide: Callable[[], Decision | None],
+    see: Callable[[int], Decision | str],
+    see_any: Callable[[], str | None],
+    *,
+    path: str,
 ) -> Decision | None:
     """See ``RunRoot.decide``.
 
     Args:
         decide: what is there. Called on the lowest rank.
         see: what this rank sees of a step. Called on all ranks, again for a while where that is something else.
+        see_any: which steps this rank sees, in words; ``None`` for none. Called on all ranks where the lowest one sees none.
         path: of the root.
     """
     check_group(group)
@@ -44,6 +50,8 @@ def decide_together(
     mine, error = _caught(lambda: _Told(decide()) if ranks.rank == 0 else _Told(None))
     decision = ranks.exchange(mine, error, _Told)[0].what
     if decision is None:
+        mine, error = _caught(lambda: _Told(see_any()))
+        _require_none(ranks.exchange(mine, error, _Told), path)
         return None
     assert not isinstance(decision, str), "the lowest rank tells a decision"
     mine, error = _caught(lambda: _Told(_look(see, decision)))
@@ -60,6 +68,20 @@ def decide_together(
                 remedy="the root must lie on one file system that all ranks see, mounted at the same place, and that step must stay",
             )
     return decision
+
+
+def _require_none(told: list[_Told], path: str) -> None:
+    """A run that begins afresh because one rank looks at another place would be the worst of all disagreements."""
+    for rank, seen in enumerate(told):
+        if seen.what is not None:
+            raise RankDisagreementError(
+                "rank 0 sees no committed step, and another rank does",
+                path=path,
+                rank=rank,
+                expected="no committed step, as rank 0 sees it",
+                found=seen.what,
+                remedy="the root must lie on one file system that all ranks see, mounted at the same place",
+            )
 
 
 def _look(see: Callable[[int], Decision | str], decision: Decision) -> Decision | str:

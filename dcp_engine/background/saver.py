@@ -107,6 +107,8 @@ class BackgroundSaver:
         for name, value in _durations(failure_secs, timeout_secs, exit_wait_secs):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise InvalidOptionError(f"{name} is no duration", expected="a finite number of seconds above 0", found=repr(value))
+        _require(stager, DoubleBufferStager, "stager", "a DoubleBufferStager")
+        _require(priority, Priority, "priority", "a Priority, as in Priority(nice=10)")
         liveness = Liveness(failure_secs, timeout_secs)
         ranks = _ranks_of(process_group)
         self._owns_stager = stager is None
@@ -148,9 +150,21 @@ class BackgroundSaver:
                 learns that from its handle: ``EarlierSaveFailedError``). Or staging failed, and there is no process group; with one, the
                 handle has the error, on every rank.
             ClosedError: the saver is closed.
+            InvalidOptionError: an argument is of no type that can be saved, or saved with.
         """
         if self._closed:
             raise ClosedError("the saver is closed", step=step, remedy="make a new one")
+        if not isinstance(state_dict, Mapping):
+            raise InvalidOptionError(
+                "the state is no mapping",
+                step=step,
+                expected="a dict, as in {'state': train_state} or {'model': model.state_dict()}",
+                found=type(state_dict).__name__,
+            )
+        _require(writer, StorageWriter, "writer", "a StorageWriter, as in ShardWriter(path)", optional=False)
+        _require(planner, SavePlanner, "planner", "a SavePlanner")
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+            raise InvalidOptionError("step is no step", expected="None or an int", found=repr(step)[:300])
         handle = SaveHandle(step=step, path=str(getattr(writer, "checkpoint_id", None) or ""))
         started = time.monotonic()
         earlier = self._unread_failure()
@@ -336,6 +350,14 @@ def _store_of(ranks: list[int] | None, rank: int) -> Any:
         raise BackgroundSaveError("the default process group was made without a store, which MPI does", remedy="make it with gloo or NCCL")
     shared = dist.PrefixStore(f"dcp-engine/{name}", store)  # type: ignore[attr-defined]
     return dist.PrefixStore(str(shared.add(f"made/{rank}", 1)), shared)  # type: ignore[attr-defined]
+
+
+def _require(value: object, kind: type, name: str, expected: str, *, optional: bool = True) -> None:
+    """What would only fail later, on a thread of its own, is refused now."""
+    if not (isinstance(value, kind) or (optional and value is None)):
+        raise InvalidOptionError(
+            f"{name} is of the wrong type", expected=f"None or {expected}" if optional else expected, found=repr(value)[:300]
+        )
 
 
 def _refusal(earlier: DcpEngineError, step: int | None) -> EarlierSaveFailedError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,8 @@ _STORED = (
     "grads_clipped",
     "grads_stepped",
 )
+
+_NUMBERS = tuple(name for name in _STORED if not name.startswith("grads_"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,8 +65,8 @@ class Counters:
     losses: deque[float] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.max_losses < 0:
-            raise InvalidOptionError("max_losses is negative", expected="0 or more", found=self.max_losses)
+        for name in (*_NUMBERS, "max_losses"):
+            _check_number(name, getattr(self, name))
         self.losses = deque(maxlen=self.max_losses)
 
     @property
@@ -72,7 +75,9 @@ class Counters:
         return self.micro_step != 0
 
     def micro_batch(self, *, samples: int = 0, tokens: int = 0) -> None:
-        """One micro-batch has gone forward and backward."""
+        """One micro-batch has gone forward and backward. ``InvalidOptionError``: a number is none, or negative."""
+        _check_number("samples", samples)
+        _check_number("tokens", tokens)
         self.micro_step += 1
         self.batch_in_epoch += 1
         self.samples += samples
@@ -84,7 +89,12 @@ class Counters:
         Args:
             applied: False where the scaler skipped it: ``scaler.get_scale() >= scale_before_update``.
             loss: for the history.
+
+        Raises:
+            InvalidOptionError: the loss is no number.
         """
+        if loss is not None and not hasattr(loss, "__float__"):
+            raise InvalidOptionError("loss is no number", expected="None, a number, or a tensor with one element", found=repr(loss)[:300])
         self.step += 1
         self.updates_applied += bool(applied)
         self.micro_step = 0
@@ -108,10 +118,20 @@ class Counters:
 
         Raises:
             KeyMismatchError: a number is missing.
+            InvalidOptionError: one is no number, or this is no progress at all.
         """
+        if not isinstance(state_dict, Mapping):
+            raise InvalidOptionError("this is no progress", expected="what state_dict() gave", found=repr(state_dict)[:300])
         missing = tuple(sorted({*_STORED, "losses"} - state_dict.keys()))
         if missing:
             raise KeyMismatchError("the stored progress is not complete", missing=missing)
+        for name in _NUMBERS:
+            _check_number(name, state_dict[name])
         for name in _STORED:
             setattr(self, name, state_dict[name])
         self.losses = deque(state_dict["losses"], maxlen=self.max_losses)
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidOptionError(f"{name} is no count", expected="an int of 0 or more", found=repr(value)[:300])

@@ -7,7 +7,7 @@ from typing import Any
 
 from dcp_engine.errors import InvalidOptionError, StateError
 
-__all__ = ["check_enabled", "check_labels", "check_stateful", "join", "labelled", "nest", "part_of"]
+__all__ = ["check_enabled", "check_labels", "check_stateful", "join", "labelled", "nest", "part_of", "require_type"]
 
 
 def labelled(value: Any, *, argument: str, is_one: Callable[[Any], bool]) -> dict[str, Any]:
@@ -88,3 +88,13 @@ def part_of(stored: Any, label: str) -> Any:
 
 def _kind(value: object) -> str:
     return f"a value of type {type(value).__module__}.{type(value).__qualname__}"
+
+
+def require_type(value: object, kind: type, argument: str, expected: str) -> None:
+    """Refuse an argument of another type; ``None`` passes.
+
+    Raises:
+        InvalidOptionError: names the argument and what is valid.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise InvalidOptionError(f"{argument} is of the wrong type", expected=expected, found=repr(value)[:300])

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from dcp_engine.compat import dtensor_rng_options, set_dtensor_rng_options
-from dcp_engine.errors import StateError
+from dcp_engine.errors import InvalidOptionError, StateError
+from dcp_engine.train_state.labels import require_type
 
 __all__ = ["Generators", "capture_rng", "restore_rng"]
 
@@ -26,6 +27,16 @@ class Generators:
     def __init__(
         self, generators: Mapping[str, torch.Generator] | None = None, numpy_generators: Mapping[str, np.random.Generator] | None = None
     ) -> None:
+        for argument, given, kind in (
+            ("generators", generators, torch.Generator),
+            ("numpy_generators", numpy_generators, np.random.Generator),
+        ):
+            require_type(given, Mapping, argument, f"None or a dict of {kind.__module__}.{kind.__name__} by name")
+            for name, generator in (given or {}).items():
+                if not isinstance(generator, kind):
+                    raise InvalidOptionError(
+                        f"{argument}[{name!r}] is no generator", expected=f"{kind.__module__}.{kind.__name__}", found=repr(generator)[:300]
+                    )
         self._generators, self._numpy_generators = dict(generators or {}), dict(numpy_generators or {})
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,13 +17,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
-from dcp_engine.errors import KeyMismatchError
+from dcp_engine.errors import InvalidOptionError, KeyMismatchError
 from dcp_engine.planners.load import ReshardLoadPlanner
 from dcp_engine.train_state.accumulation import SHARED, blank_grads, check_cycle, check_grads, check_policy, grads_state, load_grads
 from dcp_engine.train_state.counters import Counters
 from dcp_engine.train_state.differences import Difference, differences
 from dcp_engine.train_state.extras import check_extra, extra_state, load_extra
-from dcp_engine.train_state.labels import check_enabled, check_labels, check_stateful, join, labelled, nest, part_of
+from dcp_engine.train_state.labels import check_enabled, check_labels, check_stateful, join, labelled, nest, part_of, require_type
 from dcp_engine.train_state.models import load_model_state, model_state, parameter_names
 from dcp_engine.train_state.optimizers import check_optimizer, check_optimizer_state, load_optimizer_state, optimizer_state
 from dcp_engine.train_state.packed import pack, unpack
@@ -100,6 +101,9 @@ class TrainState:
         scheduler_counts: SchedulerCount | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        require_type(counters, Counters, "counters", "None or Counters()")
+        require_type(extras, Mapping, "extras", "None or a dict of objects by name")
+        require_type(rng, bool, "rng", "True or False")
         modules = labelled(model, argument="model", is_one=lambda value: isinstance(value, nn.Module))
         self._parts = [(f"{label}." if isinstance(model, Mapping) else "", module) for label, module in modules.items()]
         self._optimizers = labelled(optimizers, argument="optimizers", is_one=lambda value: isinstance(value, Optimizer))
@@ -190,7 +194,10 @@ class TrainState:
         Raises:
             CheckpointException: of DCP, with the ranks' errors in ``failures``: keys, shapes and dtypes that differ.
             StateError: as :meth:`load_state_dict`.
+            InvalidOptionError: ``reader`` is none.
         """
+        if not isinstance(reader, StorageReader):
+            raise InvalidOptionError("reader is no reader", expected="a StorageReader, as in ShardReader(path)", found=repr(reader)[:300])
         self.prepare(reader, under=under)
         planner = ReshardLoadPlanner() if planner is None else planner
         try:
@@ -215,7 +222,16 @@ class TrainState:
         Args:
             stored: the checkpoint's reader, or its metadata, or its keys.
             under: as for :meth:`load`.
+
+        Raises:
+            InvalidOptionError: ``stored`` is none of these, a path for instance.
         """
+        if isinstance(stored, str | bytes | os.PathLike) or not isinstance(stored, StorageReader | Metadata | Iterable):
+            raise InvalidOptionError(
+                "this is no checkpoint to prepare for",
+                expected="a StorageReader, as in ShardReader(path), its metadata, or keys",
+                found=repr(stored)[:300],
+            )
         if isinstance(stored, StorageReader):
             stored = stored.read_metadata()
         keys = stored.state_dict_metadata if isinstance(stored, Metadata) else stored
@@ -229,7 +245,10 @@ class TrainState:
         Raises:
             KeyMismatchError: a component, parameter or slot is missing or was not expected.
             StateError kinds: what is stored does not fit.
+            InvalidOptionError: it is no state.
         """
+        if not isinstance(state_dict, Mapping):
+            raise InvalidOptionError("this is no state", expected="what state_dict() gave", found=repr(state_dict)[:300])
         self._stored = None
         names = self._names()
         self._check_components(state_dict)

@@ -53,6 +53,17 @@ def test_a_rank_that_sees_something_else_is_named_on_all(ranks: RankPool, tmp_pa
         assert "there is no checkpoint" in str(error.found) if sees == "nothing" else "Decision(step=5" in str(error.found)
 
 
+def test_where_the_first_rank_sees_no_step_and_another_does_nobody_begins_afresh(ranks: RankPool, tmp_path: Path) -> None:
+    place = RootPlace(str(tmp_path / "run"))
+    place.save(5)
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(3, decide, [str(tmp_path / "elsewhere"), place.path, place.path])
+    assert sorted(caught.value.failures) == [0, 1, 2]
+    for error in caught.value.failures.values():
+        assert isinstance(error, RankDisagreementError)
+        assert (error.rank, error.found) == (1, "1 of them, the newest step 5")
+
+
 def decide_impatiently(paths: list[str]) -> Any:
     from dcp_engine.storage import root_decision
 

@@ -286,3 +286,30 @@ def test_a_low_priority_is_that_of_whoever_saves_and_of_nobody_else(tmp_path: Pa
         assert os.getpriority(os.PRIO_PROCESS, thread) == own + (0 if child else 3)
         if child:
             assert os.getpriority(os.PRIO_PROCESS, child._process.pid) == own + 3
+
+
+@pytest.mark.parametrize(("options", "message"), [({"priority": 10}, "priority is of the wrong type"), ({"stager": 5}, "stager is of")])
+def test_objects_of_other_types_are_refused_before_a_thread_begins(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidOptionError, match=message):
+        BackgroundSaver(**options)
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "message"),
+    [
+        (None, {}, "the state is no mapping"),
+        ([1], {}, "the state is no mapping"),
+        ({"a": 1}, {"writer": "runs/step-00000001"}, "writer is of the wrong type"),
+        ({"a": 1}, {"planner": 3}, "planner is of the wrong type"),
+        ({"a": 1}, {"step": "x"}, "step is no step"),
+        ({"a": 1}, {"step": True}, "step is no step"),
+    ],
+)
+def test_what_cannot_be_submitted_is_refused_at_once_and_the_next_save_works(
+    tmp_path: Path, state: Any, options: dict[str, Any], message: str
+) -> None:
+    with BackgroundSaver() as saver:
+        with pytest.raises(InvalidOptionError, match=message):
+            saver.submit(state, **{"writer": ShardWriter(tmp_path / "a"), **options})
+        saver.submit({"w": torch.ones(3)}, writer=ShardWriter(tmp_path / "b")).result(60)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["b"]
