@@ -33,7 +33,7 @@ class SaveRaw:
                 state,
                 target,
                 rounds=2 if options.quick else 5,
-                budget_secs=70 if place.durable else 40,
+                budget_secs=40 if place.durable else 25,
                 measure_memory=place.durable,  # where all configurations are
             )
 

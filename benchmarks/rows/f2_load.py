@@ -41,7 +41,7 @@ class LoadRaw:
                     state,
                     target,
                     rounds=2 if options.quick else 5,
-                    budget_secs=50 if cold else 40,
+                    budget_secs=30 if cold else 25,
                     measure_memory=place is where[0] and not cold,
                     compared=frozenset(_MAPPED),
                     cold=cold,

@@ -40,7 +40,7 @@ class Compressed:
             first, *others = places(options)
             save, load = f"{dtype} save to {first.name}", f"{dtype} warm load from {first.name}"
             engines = _engines(options)
-            secs, memory = (25, True) if dtype == "fp32" else (12, False)
+            secs, memory = (18, True) if dtype == "fp32" else (10, False)
             yield save_case(save, engines, first, state, target, rounds=rounds, budget_secs=secs, measure_memory=memory, keep=True)
             yield load_case(load, engines, first, state, target, rounds=rounds, budget_secs=secs, measure_memory=memory, saved_in=save)
             # Elsewhere only what differs: a warm load does not, and bf16 shows what fp32 has shown.

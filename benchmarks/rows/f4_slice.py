@@ -127,7 +127,7 @@ def _case(place: Place, state: State, options: Options, *, cold: bool) -> Case:
         ],
         rounds=2 if options.quick else 5,
         nbytes=expected.nbytes,
-        budget_secs=25,
+        budget_secs=15,
         measure_memory=not cold or not options.memory,
         close=lambda: remove(place.path(name)),
     )

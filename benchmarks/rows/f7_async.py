@@ -135,7 +135,7 @@ def _beside_case(place: Place, options: Options) -> Case:
         name=_BESIDE,
         systems=[*(system(engine) for engine in engines), limit],
         rounds=1 if options.quick else 5,
-        budget_secs=100,
+        budget_secs=70,
         reserve_bytes=state.nbytes + state.nbytes // 4,
         measure_memory=False,
         close=close,
