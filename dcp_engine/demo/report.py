@@ -182,15 +182,24 @@ def _save_table(saves: Sequence[tuple[str, SaveRecord]]) -> Table:
 
 
 def _print_crash(console: Console, crash: Crash) -> None:
+    console.print(
+        f"Rank {crash.rank} was killed with SIGKILL when it had handed {crash.num_handed_over} of its {crash.num_tensors} tensors to the"
+        f" writer. {_left_of(crash)}; complete were steps {', '.join(map(str, crash.complete_steps))}.",
+        highlight=False,
+    )
+
+
+def _left_of(crash: Crash) -> str:
+    """What is left of the attempt: all of it, where the other ranks were ended before they could remove it."""
+    if not crash.leftovers:
+        return "The other ranks learned of it and removed the attempt"
     num_bytes = sum(size for _, size in crash.leftovers)
     own = ", ".join(
         f"{os.path.basename(name)} with {size} bytes" for name, size in crash.leftovers if name.endswith(f"-{crash.rank:05d}.shard")
     )
-    console.print(
-        f"Rank {crash.rank} was killed with SIGKILL when it had handed {crash.num_handed_over} of its {crash.num_tensors} tensors to the"
-        f" writer; it left {own or 'no file'}. The attempt's {len(crash.leftovers)} files ({num_bytes / 1e6:.2f} MB) are still there and no"
-        f" reader takes them for a step; complete were steps {', '.join(map(str, crash.complete_steps))}.",
-        highlight=False,
+    return (
+        f"It left {own or 'no file'}. The attempt's {len(crash.leftovers)} files ({num_bytes / 1e6:.2f} MB) are still there and no reader"
+        " takes them for a step"
     )
 
 

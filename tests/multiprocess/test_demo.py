@@ -64,7 +64,8 @@ def test_run_that_was_killed_equals_the_run_that_never_stopped(tmp_path: Path) -
     assert (report["holds"], report["fault"], report["problems"]) == (True, None, [])
     assert report["crash"]["rank"] == 3
     assert report["crash"]["complete_steps"] == [2]
-    assert any(name.endswith("-00003.shard") for name, _ in report["crash"]["leftovers"])
+    # The ranks that live on remove the attempt when they learn of the death, unless they are ended first.
+    assert all(name.startswith(".tmp-step-00000004-") for name, _ in report["crash"]["leftovers"])
     killed = [row for row in report["rows"] if row["leg"] == "killed"]
     assert [row["step"] for row in killed[:4]] == [1, 2, 3, 4]
     assert [(row["leg"], row["step"]) for row in report["rows"] if row["leg"] != "killed"] == [
@@ -77,7 +78,7 @@ def test_run_that_was_killed_equals_the_run_that_never_stopped(tmp_path: Path) -
     assert [leg["start"]["world_size"] for leg in report["legs"]] == [4, 4, 4, 2, 4]
     assert [save["step"] for save in report["saves"]] == [2, 4, 6, 8]
     assert all(0 < save["stall_secs"] <= save["save_secs"] for save in report["saves"])
-    published = sorted(path.name for path in (tmp_path / "out/checkpoints").iterdir() if not path.name.startswith(".tmp-"))
+    published = sorted(path.name for path in (tmp_path / "out/checkpoints").iterdir() if not path.name.startswith((".tmp-", ".trash-")))
     assert published == ["step-00000002", "step-00000004", "step-00000006", "step-00000008"]
     assert (tmp_path / "out/losses.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "out/report.json").read_text()) == report

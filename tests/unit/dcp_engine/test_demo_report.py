@@ -80,6 +80,13 @@ def test_table_holds_step_layout_losses_and_figures_of_the_saves(tmp_path: Path)
     assert "--drop rng" in text
 
 
+def test_an_attempt_that_the_other_ranks_removed_is_told_as_that(tmp_path: Path) -> None:
+    result = outcome(tmp_path, GOOD)
+    assert result.crash is not None
+    text = " ".join(printed(replace(result, crash=replace(result.crash, leftovers=()))).split())
+    assert "The other ranks learned of it and removed the attempt; complete were steps 1." in text
+
+
 def test_failure_is_named_and_fits_a_narrow_terminal(tmp_path: Path) -> None:
     comparison = replace(BAD, rows=(*BAD.rows, row(2, leg="same-4", difference=0.5, fault="scheduler")))
     text = printed(outcome(tmp_path, comparison, drop=Drop.RNG))
