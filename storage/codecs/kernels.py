@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcp_engine.storage.codecs.pairing import NumpyLoops, Paired, PairLoops
+from dcp_engine.storage.codecs.pairing import NumpyLoops, Outside, PairLoops, Pairs
 from dcp_engine.storage.codecs.scratch import Scratch
 
 try:
@@ -17,7 +17,7 @@ except ImportError:  # installed without a C compiler
     compiled = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from dcp_engine.storage.codecs.pairing import U8s, U16s
+    from dcp_engine.storage.codecs.pairing import U16s
 
 __all__ = ["CompiledLoops", "is_compiled", "pair_loops"]
 
@@ -30,20 +30,20 @@ _SIGNS = 0x8080
 class CompiledLoops:
     """See :class:`~dcp_engine.storage.codecs.pairing.PairLoops`: one pass over the block, without the GIL."""
 
-    def pair(
-        self, raw: memoryview, itemsize: int, base: int, low: U16s, rest: U16s, codes: U8s, max_outside: int, scratch: Scratch
-    ) -> Paired | None:
+    def pair(self, raw: memoryview, pairs: Pairs, max_outside: int, scratch: Scratch) -> Outside | None:
         """Both halves may have all that is outside, so there is room for twice as many."""
         positions = scratch.buffer("paired positions", 16 * max_outside).view(np.int64)
         exponents = scratch.buffer("paired exponents", 2 * max_outside)
-        num_outside, bits = compiled.pair(raw, itemsize, len(codes), base, low, rest, codes, positions, exponents)
+        num_outside, bits = compiled.pair(
+            raw, pairs.itemsize, len(pairs.codes), pairs.base, pairs.low, pairs.rest, pairs.codes, positions, exponents
+        )
         if not 0 <= num_outside <= max_outside:
             return None
-        return Paired(positions[:num_outside], exponents[:num_outside], bool(bits & _SIGNS))
+        return Outside(positions[:num_outside], exponents[:num_outside], bool(bits & _SIGNS))
 
-    def unpair(self, codes: U8s, base: int, low: U16s, rest: U16s, out: memoryview, itemsize: int, scratch: Scratch) -> None:
+    def unpair(self, pairs: Pairs, out: memoryview, scratch: Scratch) -> None:
         """Straight into ``out``."""
-        compiled.unpair(out, itemsize, len(codes), base, low, rest, codes)
+        compiled.unpair(out, pairs.itemsize, len(pairs.codes), pairs.base, pairs.low, pairs.rest, pairs.codes)
 
     def fold(self, rest: U16s, scratch: Scratch) -> U16s:
         """In place."""

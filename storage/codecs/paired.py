@@ -21,7 +21,7 @@ import numpy as np
 
 from dcp_engine.errors import MalformedCheckpointError
 from dcp_engine.storage.codecs.kernels import pair_loops
-from dcp_engine.storage.codecs.pairing import NUM_CODES
+from dcp_engine.storage.codecs.pairing import NUM_CODES, Pairs
 from dcp_engine.storage.codecs.scratch import Scratch
 from dcp_engine.storage.codecs.zstd import decompress_into
 
@@ -94,7 +94,8 @@ def encode(raw: memoryview, itemsize: int, base: int, level: int, scratch: Scrat
     low = scratch.buffer("paired low", 4 * num_pairs if itemsize == 4 else 0).view(np.uint16)
     rest = scratch.buffer("paired rest", 2 * num_pairs).view(np.uint16)
     content = scratch.buffer("paired content", num_pairs + 3 * int(2 * num_pairs * _MAX_OUTSIDE))
-    found = pair_loops.pair(raw, itemsize, base, low, rest, content[:num_pairs], int(2 * num_pairs * _MAX_OUTSIDE), scratch)
+    pairs = Pairs(itemsize, base, content[:num_pairs], low, rest)
+    found = pair_loops.pair(raw, pairs, int(2 * num_pairs * _MAX_OUTSIDE), scratch)
     if found is None:
         return None
     positions, exponents = found.positions, found.exponents
@@ -141,7 +142,7 @@ def decode(stored: memoryview, out: memoryview, itemsize: int, scratch: Scratch)
     rest = pair_loops.unfold(payload.rest, num_pairs, scratch) if payload.is_folded else payload.rest
     content = scratch.buffer("paired content", num_pairs + 3 * payload.num_outside)
     decompress_into(scratch.decompressor, payload.frame, content.data)
-    pair_loops.unpair(content[:num_pairs], payload.base, payload.low, rest, out, itemsize, scratch)
+    pair_loops.unpair(Pairs(itemsize, payload.base, content[:num_pairs], payload.low, rest), out, scratch)
     out[2 * num_pairs * itemsize :] = payload.tail
     if payload.num_outside:
         _put_outside(content[num_pairs:].reshape(3, -1), words[: 2 * num_pairs, -1])

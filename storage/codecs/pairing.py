@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     U16s = NDArray[np.uint16]
     Positions = NDArray[np.int64]
 
-__all__ = ["NUM_CODES", "NumpyLoops", "PairLoops", "Paired"]
+__all__ = ["NUM_CODES", "NumpyLoops", "Outside", "PairLoops", "Pairs"]
 
 NUM_CODES: Final = 16
 _CODES = 0x0F0F0F0F0F0F0F0F
@@ -35,13 +35,32 @@ _TILE = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Paired:
-    """What pairing found beside what it wrote.
+class Pairs:
+    """A block's floats taken apart, but for those that :class:`Outside` lists.
 
     Attributes:
-        positions: floats whose exponents have no code, ascending.
+        itemsize: of a float: 2 or 4.
+        base: the smallest exponent that has a code.
+        codes: two codes a byte, ``[num_pairs]``.
+        low: lower halves of 4-byte floats, ``[2 * num_pairs]``; empty otherwise.
+        rest: signs and mantissas, ``[num_pairs]``.
+    """
+
+    itemsize: int
+    base: int
+    codes: U8s
+    low: U16s
+    rest: U16s
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """The floats whose exponents have no code, and what else was seen on the way.
+
+    Attributes:
+        positions: of these floats, ascending.
         exponents: of these floats.
-        has_signs: whether any float is negative.
+        has_signs: whether any float of the block is negative.
     """
 
     positions: Positions
@@ -52,18 +71,12 @@ class Paired:
 class PairLoops(Protocol):
     """The loops over a block. Thread-safe with a scratch for each thread."""
 
-    def pair(
-        self, raw: memoryview, itemsize: int, base: int, low: U16s, rest: U16s, codes: U8s, max_outside: int, scratch: Scratch
-    ) -> Paired | None:
+    def pair(self, raw: memoryview, pairs: Pairs, max_outside: int, scratch: Scratch) -> Outside | None:
         """Takes floats apart.
 
         Args:
-            raw: contiguous bytes of at least ``2 * len(codes)`` floats.
-            itemsize: of a float: 2 or 4.
-            base: the smallest exponent that has a code.
-            low: receives the lower halves of 4-byte floats, ``[2 * num_pairs]``; empty otherwise.
-            rest: receives signs and mantissas, ``[num_pairs]``.
-            codes: receives the codes, ``[num_pairs]``.
+            raw: contiguous bytes of at least ``2 * num_pairs`` floats.
+            pairs: its arrays receive them.
             max_outside: floats without a code that are worth listing.
             scratch: of this thread.
 
@@ -72,7 +85,7 @@ class PairLoops(Protocol):
         """
         ...
 
-    def unpair(self, codes: U8s, base: int, low: U16s, rest: U16s, out: memoryview, itemsize: int, scratch: Scratch) -> None:
+    def unpair(self, pairs: Pairs, out: memoryview, scratch: Scratch) -> None:
         """The inverse of :meth:`pair`, but for floats without a code."""
         ...
 
@@ -88,27 +101,25 @@ class PairLoops(Protocol):
 class NumpyLoops:
     """See :class:`PairLoops`."""
 
-    def pair(
-        self, raw: memoryview, itemsize: int, base: int, low: U16s, rest: U16s, codes: U8s, max_outside: int, scratch: Scratch
-    ) -> Paired | None:
+    def pair(self, raw: memoryview, pairs: Pairs, max_outside: int, scratch: Scratch) -> Outside | None:
         """Tile by tile."""
-        num_pairs = len(codes)
-        tiles = _Tiles(scratch, num_pairs, base)
+        num_pairs = len(pairs.codes)
+        tiles = _Tiles(scratch, num_pairs, pairs.base)
         for start in range(0, num_pairs, _TILE):
             stop = min(start + _TILE, num_pairs)
-            first, second = (tiles.tops(raw, itemsize, begin, stop - start, low) for begin in (start, num_pairs + start))
-            tiles.take_codes(first, second, start, codes[start:stop])
-            tiles.take_rest(first, second, rest[start:stop])
+            first, second = (tiles.tops(raw, pairs.itemsize, begin, stop - start, pairs.low) for begin in (start, num_pairs + start))
+            tiles.take_codes(first, second, start, pairs.codes[start:stop])
+            tiles.take_rest(first, second, pairs.rest[start:stop])
             if tiles.num_outside > max_outside:
                 return None
         positions, exponents = tiles.outside(num_pairs)
         if len(positions) > max_outside:
             return None
-        return Paired(positions, exponents, bool(np.bitwise_or.reduce(rest) & _SIGNS))
+        return Outside(positions, exponents, bool(np.bitwise_or.reduce(pairs.rest) & _SIGNS))
 
-    def unpair(self, codes: U8s, base: int, low: U16s, rest: U16s, out: memoryview, itemsize: int, scratch: Scratch) -> None:
+    def unpair(self, pairs: Pairs, out: memoryview, scratch: Scratch) -> None:
         """Tile by tile."""
-        num_pairs = len(codes)
+        num_pairs, itemsize = len(pairs.codes), pairs.itemsize
         words = np.frombuffer(out, np.uint16).reshape(-1, itemsize // 2)
         exponents = scratch.buffer("paired codes", 2 * min(num_pairs, _TILE))
         tops = scratch.buffer("paired tops", 4 * min(num_pairs, _TILE)).view(np.uint16)
@@ -121,13 +132,13 @@ class NumpyLoops:
                 first, second = (words[place : place + count, 0] for place in places)
             else:
                 first, second = tops[:count], tops[count : 2 * count]
-            _spread_codes(codes[start:stop], base, exponents[: 2 * count])
+            _spread_codes(pairs.codes[start:stop], pairs.base, exponents[: 2 * count])
             np.copyto(tops[: 2 * count], exponents[: 2 * count])
             np.left_shift(tops[: 2 * count], 7, out=tops[: 2 * count])
-            _join_tops(tops[: 2 * count], rest[start:stop], spare[:count], first, second)
+            _join_tops(tops[: 2 * count], pairs.rest[start:stop], spare[:count], first, second)
             if itemsize == 4:
                 for place, top in zip(places, (first, second), strict=True):
-                    _join_low(out, place, top, low[place : place + count])
+                    _join_low(out, place, top, pairs.low[place : place + count])
 
     def fold(self, rest: U16s, scratch: Scratch) -> U16s:
         """Part by part."""

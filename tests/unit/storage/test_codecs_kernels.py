@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.codecs import PLANES, Scratch, decode_block, encode_block, kernels, paired
-from dcp_engine.storage.codecs.pairing import NumpyLoops, PairLoops
+from dcp_engine.storage.codecs.pairing import NumpyLoops, PairLoops, Pairs
 
 FP32 = 18
 
@@ -41,7 +41,7 @@ def raw_floats(num: int, itemsize: int, seed: int, spread: int, *, signs: bool) 
 def taken_apart(which: PairLoops, raw: memoryview, itemsize: int, num_pairs: int, max_outside: int) -> tuple[object, ...] | None:
     low = np.full(2 * num_pairs if itemsize == 4 else 0, 0xA5A5, np.uint16)
     rest, codes = np.full(num_pairs, 0xA5A5, np.uint16), np.full(num_pairs, 0xA5, np.uint8)
-    found = which.pair(raw, itemsize, 100, low, rest, codes, max_outside, Scratch())
+    found = which.pair(raw, Pairs(itemsize, 100, codes, low, rest), max_outside, Scratch())
     if found is None:
         return None
     return low.tobytes(), rest.tobytes(), codes.tobytes(), found.positions.tolist(), found.exponents.tolist(), found.has_signs
@@ -66,8 +66,8 @@ def test_both_loops_take_floats_apart_and_together_alike(words: int, itemsize: i
         return
     low, rest, codes, positions, exponents, _ = numpys
     out = bytearray(skew + len(raw))
-    arrays = (np.frombuffer(codes, np.uint8), 100, np.frombuffer(low, np.uint16), np.frombuffer(rest, np.uint16))
-    loops().unpair(*arrays, memoryview(out)[skew:], itemsize, Scratch())
+    pairs = Pairs(itemsize, 100, np.frombuffer(codes, np.uint8), np.frombuffer(low, np.uint16), np.frombuffer(rest, np.uint16))
+    loops().unpair(pairs, memoryview(out)[skew:], Scratch())
     tops = np.frombuffer(bytes(out[skew:]), np.uint16).reshape(-1, itemsize // 2).copy()
     tops[positions, -1] = tops[positions, -1] & 0x807F | np.array(exponents, np.uint16) << 7
     assert tops.tobytes() == raw
