@@ -92,10 +92,10 @@ def build_manifest(
 
 
 def fill_metadata(metadata: Metadata, manifest: Manifest, encoded: bytes, label: Label, *, path: str) -> None:
-    """Adds to DCP's ``Metadata`` what is known of the checkpoint once it is published.
+    """Adds to DCP's ``Metadata`` what is known of the checkpoint that is about to be published.
 
     Args:
-        encoded: the manifest as it was published.
+        encoded: the manifest as it will be published.
         path: of the checkpoint.
     """
     metadata.storage_data = ManifestIndex(manifest, path)

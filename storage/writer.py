@@ -306,6 +306,8 @@ class ShardWriter(StorageWriter):
             self.watch.tick()
             dcp_records.check_delivered(metadata, manifest)
             encoded = manifest.encode()
+            # Before publishing: nothing may fail afterwards, or a checkpoint that is there would be told as failed.
+            fill_metadata(metadata, manifest, encoded, self._label, path=self._path)
             self.watch.tick()
             publisher.commit(attempt, encoded, [(record.name, record.size_bytes) for record in manifest.files])
         except CommitStateUnknownError:
@@ -317,7 +319,6 @@ class ShardWriter(StorageWriter):
                 self._add_place(error)
             raise
         self._attempt = None
-        fill_metadata(metadata, manifest, encoded, self._label, path=self._path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
