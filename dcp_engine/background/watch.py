@@ -203,10 +203,15 @@ class RankWatch:
     def _serve(self) -> None:
         while not self._closed:
             self._wake.clear()
+            heard_at = self._heard_at
             try:
                 self._round()
             except RuntimeError as error:  # the store's errors are; what it means is told by how long it lasts
                 _LOG.debug("the store of the process group did not answer: %s", error)
+            except Exception as error:  # noqa: BLE001 - a thread that ended here would see no failure any more, and say nothing
+                # A value that nobody of us wrote is as good as no answer, and becomes an error in the same time.
+                self._heard_at = heard_at
+                _LOG.warning("the store of the process group holds what no rank wrote: %s: %s", type(error).__name__, error)
             self._wake.wait(self._liveness.beat_secs)
         try:
             self._show(Beat(self._count + 1, self._last_save, LEFT))

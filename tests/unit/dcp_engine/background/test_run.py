@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from dcp_engine.background.exchange import Exchange
 from dcp_engine.background.outcome import Outcome, State
+from dcp_engine.background.pulse import Beat
 from dcp_engine.background.run import SaveRun
 from dcp_engine.background.steps import HANDED, PUBLISHING, WRITING
 from dcp_engine.background.watch import Liveness, RankWatch
@@ -159,3 +161,21 @@ def test_a_watch_reads_what_there_is_and_waits_for_nothing(tmp_path: Path, kind:
     finally:
         watch.close()
     assert not any(thread.name == "dcp-engine-watch" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("value", ["{", "[1]", "null", '["x", {}, 3, 4, 5, 6]', "\xff"])
+@pytest.mark.parametrize("key", ["beat/1", "1/outcome"])
+def test_a_value_that_nobody_wrote_is_as_good_as_no_answer_and_ends_no_watch(key: str, value: str) -> None:
+    store = dist.PrefixStore("saver", dist.HashStore())
+    store.set("beat/1", Beat(1, 1, WRITING).encode())
+    store.set(key, value)
+    watch = RankWatch(store, 0, 2, Liveness(failure_secs=0.4, patience_secs=600))
+    try:
+        watch.begin(SaveRun(1, watch, rank=0, size=2, progress=lambda: None, path="p", step=1))
+        deadline = time.monotonic() + 60
+        while watch.silent_secs < 0.5:  # ten beats without an answer that says something
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert watch._thread.is_alive()
+    finally:
+        watch.close()
