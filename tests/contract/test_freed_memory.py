@@ -48,4 +48,7 @@ def test_nothing_is_loaded_where_there_is_no_memory(planner: type[DefaultLoadPla
 
 def test_what_has_no_elements_needs_no_memory(tmp_path: Path) -> None:
     dcp.save({"none": torch.empty(0, 3)}, storage_writer=ShardWriter(tmp_path / "step"), planner=BalancedSavePlanner())
-    dcp.load({"none": torch.empty(0, 3)}, storage_reader=ShardReader(tmp_path / "step"), planner=ReshardLoadPlanner())
+    found = {"none": torch.empty(0, 3)}
+    dcp.load(found, storage_reader=ShardReader(tmp_path / "step"), planner=ReshardLoadPlanner())
+    assert found["none"].shape == (0, 3)
+    assert ShardReader(tmp_path / "step").read_metadata().state_dict_metadata["none"].size == (0, 3)
