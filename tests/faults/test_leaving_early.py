@@ -82,12 +82,17 @@ main(sys.argv[1], int(sys.argv[2]))
 """
 
 
-def test_a_rank_that_exits_first_ends_its_save_and_the_others_are_told_at_once_that_it_left(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TWO_RANKS, encoding="utf-8")
-    (tmp_path / "steps").mkdir()
-    command = [sys.executable, "-P", "-W", "ignore", str(script), str(tmp_path)]
+def prepared(place: Path, program: str) -> tuple[list[str], dict[str, str]]:
+    """Command, its last argument to come, and environment of one of two ranks that run a program; ``steps`` is there for it."""
+    script = place / "train.py"
+    script.write_text(program, encoding="utf-8")
+    (place / "steps").mkdir()
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    return [sys.executable, "-P", "-W", "ignore", str(script), str(place)], environment
+
+
+def test_a_rank_that_exits_first_ends_its_save_and_the_others_are_told_at_once_that_it_left(tmp_path: Path) -> None:
+    command, environment = prepared(tmp_path, TWO_RANKS)
     runs = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, env=environment) for rank in range(2)]
     outputs = [run.communicate(timeout=120)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 17]
@@ -118,11 +123,7 @@ main(sys.argv[1], int(sys.argv[2]))
 
 
 def test_a_rank_whose_peer_is_stopped_in_a_save_still_exits(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(LOSING, encoding="utf-8")
-    (tmp_path / "steps").mkdir()
-    command = [sys.executable, "-P", "-W", "ignore", str(script), str(tmp_path)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    command, environment = prepared(tmp_path, LOSING)
     stopped = subprocess.Popen([*command, "1"], env=environment)
     try:
         survivor = subprocess.run([*command, "0"], env=environment, capture_output=True, text=True, timeout=100, check=False)
