@@ -14,6 +14,7 @@
     │   ├── ShapeMismatchError             one key, two shapes
     │   ├── DtypeMismatchError             one key, two dtypes, and the policy forbids a cast
     │   ├── KindMismatchError              a tensor on one side, an object on the other
+    │   ├── MixedStepsError                parts of the state, or ranks, are not at one step
     │   └── DataOrderError                 a position in other data, or one that does not fit its own ids
     ├── CheckpointNotFoundError            look elsewhere, or start afresh on purpose
     │   ├── IncompleteCheckpointError      an attempt that was never committed
@@ -46,6 +47,7 @@
     │   ├── RankLostError                  a rank is dead, stopped or hangs; replace it
     │   ├── SaverDiedError                 the process that saves has died
     │   ├── EarlierSaveFailedError         not saved: a rank raised the failure of an earlier save instead
+    │   ├── SaverBusyError                 not saved: an earlier save was under way, and waiting for it was not wanted
     │   └── SaveTimeoutError               the save is not done within the time that was given; it goes on
     └── CoordinationError                  ranks do not agree
         ├── RankDisagreementError          ranks see different checkpoints or file systems
@@ -257,6 +259,20 @@ class KindMismatchError(StateError):
     """A key is a tensor on one side and an object on the other."""
 
     kind = "kind_mismatch"
+
+
+class MixedStepsError(StateError):
+    """What was to be saved is no state of one step: optimizers, schedulers, counters or data stand elsewhere, or ranks do.
+
+    Attributes:
+        disagreements: each in words, with the ranks and values.
+    """
+
+    kind = "mixed_steps"
+
+    def __init__(self, message: str, *, disagreements: tuple[str, ...] = (), **place: Any) -> None:
+        super().__init__(message, **place)
+        self.disagreements = disagreements
 
 
 class DataOrderError(StateError):
@@ -471,6 +487,12 @@ class EarlierSaveFailedError(BackgroundSaveError):
     """A state was not saved, on any rank, because one of them raised the failure of an earlier save, which nobody had read, instead."""
 
     kind = "earlier_save_failed"
+
+
+class SaverBusyError(BackgroundSaveError):
+    """A state was not saved, on any rank, because an earlier save was still under way on one of them."""
+
+    kind = "saver_busy"
 
 
 class SaveTimeoutError(BackgroundSaveError, TimeoutError):

@@ -9,29 +9,32 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_engine.errors import BackgroundSaveError, DcpEngineError
 
-__all__ = ["one_error"]
+__all__ = ["first_failure", "one_error"]
+
+
+def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """Of several ranks' failures that of the lowest rank with an error of the engine's own, since the others are often its consequences,
+    else the lowest rank's; with its rank."""
+    failures = sorted((rank, wrapped[0]) for rank, wrapped in error.failures.items())
+    return next(((rank, failure) for rank, failure in failures if isinstance(failure, DcpEngineError)), failures[0])
 
 
 def one_error(error: BaseException, *, path: str | None, step: int | None) -> DcpEngineError:
     """The error to raise for what the steps of a save raised.
 
-    Of several ranks' failures it is that of the lowest rank with an error of the engine's own, since the others are often its consequences,
-    else the lowest rank's. The original is its ``__cause__``.
+    Of several ranks' failures it is the first (:func:`first_failure`). The original is its ``__cause__``.
     """
     if isinstance(error, DcpEngineError):
         _forget_frames(error)
         return error
     if isinstance(error, CheckpointException):
-        failures = sorted((rank, wrapped[0]) for rank, wrapped in error.failures.items())
-        ours = [(rank, failure) for rank, failure in failures if isinstance(failure, DcpEngineError)]
-        if ours:
-            rank, first = ours[0]
+        rank, first = first_failure(error)
+        if isinstance(first, DcpEngineError):
             found: DcpEngineError = copy.copy(first)
             found.rank = rank if found.rank is None else found.rank
         else:
-            rank, other = failures[0]
             found = BackgroundSaveError(
-                "a rank failed to save", path=path, step=step, rank=rank, phase=str(error.args[0]), found=f"{type(other).__name__}: {other}"
+                "a rank failed to save", path=path, step=step, rank=rank, phase=str(error.args[0]), found=f"{type(first).__name__}: {first}"
             )
     else:
         found = BackgroundSaveError(

@@ -61,6 +61,7 @@ class SaveHandle:
         timings: set when ``durable`` is done.
         raw_bytes: of this rank's tensors and objects as they lie in memory; set when ``durable`` is done.
         stored_bytes: of this rank's files; set when ``durable`` is done.
+        skipped: nothing was to be saved: ``result`` says why, and nobody has to ask it.
 
     A failure that nobody read from ``result``, ``exception`` or ``durable`` is raised by the next save.
 
@@ -75,6 +76,22 @@ class SaveHandle:
         self.timings: SaveTimings | None = None
         self.raw_bytes: int | None = None
         self.stored_bytes: int | None = None
+        self.skipped = False
+
+    @classmethod
+    def of_skipped(cls, error: DcpEngineError, *, step: int | None, path: str) -> SaveHandle:
+        """The handle of a save that does not take place, for the reason that ``error`` gives."""
+        handle = cls(step=step, path=path)
+        handle.skipped = True
+        handle.forgive()
+        for future in (handle.staged, handle.durable):
+            future.set_exception(error)
+        return handle
+
+    def forgive(self) -> None:
+        """Whoever asks is told of a failure; nobody else is."""
+        assert isinstance(self.durable, _DurableFuture)
+        self.durable.was_read = True
 
     def result(self, timeout_secs: float | None = None) -> Metadata:
         """Wait until the checkpoint is durable.
@@ -106,12 +123,17 @@ class SaveHandle:
         return self.durable.done()
 
     @property
+    def is_durable(self) -> bool:
+        """Whether the checkpoint is published. Reads no failure."""
+        return self.done() and self.timings is not None
+
+    @property
     def ratio(self) -> float | None:
         """Stored bytes as a share of the raw ones; None before the end, or without bytes."""
         return self.stored_bytes / self.raw_bytes if self.raw_bytes and self.stored_bytes is not None else None
 
     def __repr__(self) -> str:
-        state = "saving" if not self.done() else "durable" if self.timings is not None else "failed"
+        state = "skipped" if self.skipped else "saving" if not self.done() else "durable" if self.is_durable else "failed"
         return f"SaveHandle(step={self.step}, path={self.path!r}, {state})"
 
     def unread_failure(self) -> DcpEngineError | None:

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from dcp_engine.background.cut import Cut
 from dcp_engine.background.exchange import Exchange
 from dcp_engine.background.run import SaveRun
 from dcp_engine.storage import ShardWriter
@@ -25,11 +26,13 @@ class SaveJob:
     Attributes:
         state: staged, or a future of it.
         writer, planner: DCP's.
+        cut: where this rank stands.
     """
 
     state: dict[str, Any] | Future[dict[str, Any]]
     writer: StorageWriter
     planner: SavePlanner
+    cut: Cut
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp_engine.background.cut import Cut
 from dcp_engine.background.exchange import Exchange
 from dcp_engine.background.jobs import SaveJob, SaveOutcome, staged_state
 from dcp_engine.background.priority import Priority
@@ -162,12 +163,12 @@ class _Child:
         # The process keeps our planner, with its remembered plans, for as long as it stays the same one. Others may have changed.
         planner = None if job.planner is self._planner and type(job.planner) is BalancedSavePlanner else job.planner
         try:
-            body = packed(Request(state, job.writer, planner, stager.proof_of(state)), buffers)
+            body = packed(Request(state, job.writer, planner, stager.proof_of(state), job.cut), buffers)
             self._planner = job.planner
         except Exception as error:  # noqa: BLE001  whatever cannot be pickled: the other ranks' processes must not be left waiting for this
             failing = failed_state(_unsendable(error, state, buffers, self._rank))
             target = getattr(job.writer, "checkpoint_id", None) or "unknown"
-            body = packed(Request(failing, ShardWriter(target), BalancedSavePlanner(), None))
+            body = packed(Request(failing, ShardWriter(target), BalancedSavePlanner(), None, Cut()))
             self._planner = None
         numbers = {buffer.number for buffer in buffers}
         new = {buffer.number: buffer.memory.untyped_storage() for buffer in buffers if buffer.number not in self._sent}

@@ -176,7 +176,7 @@ def _saved(request: Request, planner: SavePlanner | None, answers: _Answers) -> 
                 stack.enter_context(request.proof.registered(mapped_buffers()[request.proof.buffer]))
             exchange = Exchange(dist.group.WORLD if dist.is_initialized() else None, _nothing)
             answers.writer = request.writer
-            metadata = save_in_steps(request.state, request.writer, planner, exchange, _AskingWatch(answers))
+            metadata = save_in_steps(request.state, request.writer, planner, exchange, _AskingWatch(answers), cut=request.cut)
         return Done(metadata, getattr(request.writer, "phases", None))
     except BaseException as error:  # noqa: BLE001  DCP's own is a BaseException
         return Failed(error)

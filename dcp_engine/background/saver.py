@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -21,10 +20,11 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from dcp_engine import compat
+from dcp_engine.background.cut import Cut
 from dcp_engine.background.failures import one_error
 from dcp_engine.background.handle import SaveHandle, SaveTimings
 from dcp_engine.background.jobs import Executor, SaveJob, SaveOutcome
+from dcp_engine.background.members import members_of, store_of
 from dcp_engine.background.priority import Priority
 from dcp_engine.background.process import ProcessExecutor
 from dcp_engine.background.supervisor import Supervisor
@@ -57,6 +57,7 @@ class _Queued:
     wait_secs: float
     stage_secs: float
     submitted: float
+    after: Callable[[], None] | None = None
 
 
 class BackgroundSaver:
@@ -104,13 +105,14 @@ class BackgroundSaver:
     ) -> None:
         if executor not in ("thread", "process"):
             raise InvalidOptionError("unknown executor", expected="thread or process", found=repr(executor))
-        for name, value in _durations(failure_secs, timeout_secs, exit_wait_secs):
+        durations = {"failure_secs": failure_secs, "timeout_secs": timeout_secs, "exit_wait_secs": exit_wait_secs}
+        for name, value in durations.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise InvalidOptionError(f"{name} is no duration", expected="a finite number of seconds above 0", found=repr(value))
         _require(stager, DoubleBufferStager, "stager", "a DoubleBufferStager")
         _require(priority, Priority, "priority", "a Priority, as in Priority(nice=10)")
         liveness = Liveness(failure_secs, timeout_secs)
-        ranks = _ranks_of(process_group)
+        ranks = members_of(process_group)
         self._owns_stager = stager is None
         self.stager = stager or DoubleBufferStager(memory="shared" if executor == "process" else "auto")
         priority = priority or Priority()
@@ -120,7 +122,7 @@ class BackgroundSaver:
         rank = 0 if ranks is None else ranks.index(dist.get_rank())
         self._has_group = ranks is not None
         size = 1 if ranks is None else len(ranks)
-        self._supervisor = Supervisor(self._executor, _store_of(ranks, rank), rank, size, liveness)
+        self._supervisor = Supervisor(self._executor, store_of(ranks, rank), rank, size, liveness)
         self._exit_wait_secs = exit_wait_secs
         self._planner = BalancedSavePlanner()
         self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
@@ -135,7 +137,14 @@ class BackgroundSaver:
         atexit.register(self._leave)
 
     def submit(
-        self, state_dict: Mapping[str, Any], *, writer: StorageWriter, planner: SavePlanner | None = None, step: int | None = None
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        writer: StorageWriter,
+        planner: SavePlanner | None = None,
+        step: int | None = None,
+        cut: Cut | None = None,
+        after: Callable[[], None] | None = None,
     ) -> SaveHandle:
         """Stage a state and queue its save.
 
@@ -144,6 +153,8 @@ class BackgroundSaver:
             writer: where to; one of its own for each save.
             planner: None: one balanced planner for all saves, which remembers plans.
             step: for the handle and for messages.
+            cut: where this rank stands: ranks that do not stand at one step publish nothing (``MixedStepsError``).
+            after: called when the checkpoint is durable, in the saver's thread, before the handle tells so. What it raises is logged.
 
         Raises:
             DcpEngineError: of an earlier save, if nobody has read it: this state is not saved then, on any rank (a rank that had read it
@@ -170,17 +181,30 @@ class BackgroundSaver:
         earlier = self._unread_failure()
         if earlier is not None:
             # Other ranks may have read it, or not seen it yet, and save: they must get an error, and not be left waiting.
-            self._enqueue(failed_state(_refusal(earlier, step)), writer, planner, handle, (0.0, 0.0, started))
+            self._enqueue(_failed_job(_refusal(earlier, step), writer, planner or self._planner), handle, (0.0, 0.0, started))
             raise earlier
         before = self.stager.last_report
         state = self._stage(state_dict)
         report = self.stager.last_report
         waited = 0.0 if report is None else report.waited_secs
-        self._enqueue(state, writer, planner, handle, (waited, time.monotonic() - started - waited, started))
+        job = SaveJob(state, writer, planner or self._planner, cut or Cut())
+        self._enqueue(job, handle, (waited, time.monotonic() - started - waited, started), after)
         if report is not None and report is not before:  # else staging has failed
             self._alarm.add(step, report.content)
         self._alarm.ring()
         return handle
+
+    def fail(self, error: DcpEngineError, *, writer: StorageWriter, step: int | None = None) -> None:
+        """Take part in a save that fails on all ranks, with this error, since this rank has nothing to save: the others may wait for it.
+
+        Nobody has to read the failure here. Nothing to do without a process group.
+        """
+        if self._closed or not self._has_group:
+            return
+        error.rank = dist.get_rank() if error.rank is None and dist.is_initialized() else error.rank
+        handle = SaveHandle(step=step, path=str(getattr(writer, "checkpoint_id", None) or ""))
+        handle.forgive()
+        self._enqueue(_failed_job(error, writer, self._planner), handle, (0.0, 0.0, time.monotonic()))
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Wait for every save submitted so far.
@@ -244,24 +268,21 @@ class BackgroundSaver:
             for key, value in state_dict.items():
                 given[key] = value.state_dict() if isinstance(value, Stateful) else value
         except Exception as error:
-            failure = StagingError("an object in the state failed to tell its own", tensor=key, found=f"{type(error).__name__}: {error}")
+            text = f"{type(error).__name__}: {error}"
+            failure = error if isinstance(error, DcpEngineError) else StagingError("an object in the state failed to tell its own", found=text)
+            failure.tensor = key if failure.tensor is None else failure.tensor
             if not self._has_group:
-                raise failure from error
+                raise failure from (None if failure is error else error)
             failure.rank = dist.get_rank() if dist.is_initialized() else None
             return failed_state(failure)  # the other ranks save: they must get an error, and not be left waiting
         return self.stager.stage(given)
 
     def _enqueue(
-        self,
-        state: dict[str, Any] | Future[dict[str, Any]],
-        writer: StorageWriter,
-        planner: SavePlanner | None,
-        handle: SaveHandle,
-        times: tuple[float, float, float],
+        self, job: SaveJob, handle: SaveHandle, times: tuple[float, float, float], after: Callable[[], None] | None = None
     ) -> None:
         self._handles.append(handle)
-        _resolve_staged(state, handle)
-        self._queue.put(_Queued(SaveJob(state, writer, planner or self._planner), handle, *times))
+        _resolve_staged(job.state, handle)
+        self._queue.put(_Queued(job, handle, *times, after))
 
     def _serve(self) -> None:
         self._executor.begin()
@@ -281,6 +302,11 @@ class BackgroundSaver:
         finally:
             self.stager.release(queued.job.state)
         _report(handle, outcome, queued, began)
+        if queued.after is not None:
+            try:
+                queued.after()
+            except Exception as error:  # noqa: BLE001  the checkpoint is there: nothing may tell of a failed save now
+                _LOG.error("%s is published, and what was to follow failed: %s", handle.path, error)
         handle.durable.set_result(outcome.metadata)
 
     def _require_wanted(self, handle: SaveHandle) -> None:
@@ -324,40 +350,16 @@ class BackgroundSaver:
         self._thread.join(_JOIN_SECS)
 
 
-def _durations(failure_secs: float, timeout_secs: float, exit_wait_secs: float) -> list[tuple[str, float]]:
-    return [("failure_secs", failure_secs), ("timeout_secs", timeout_secs), ("exit_wait_secs", exit_wait_secs)]
-
-
-def _ranks_of(group: dist.ProcessGroup | None) -> list[int] | None:
-    """The ranks that save; None without any."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    if group is not None and not isinstance(group, dist.ProcessGroup):  # what new_group gives those that are not in it
-        raise BackgroundSaveError("this rank is not in the process group that saves", rank=dist.get_rank())
-    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
-    if dist.get_rank() not in ranks:
-        raise BackgroundSaveError("this rank is not in the process group that saves", found=f"ranks {ranks}", rank=dist.get_rank())
-    return ranks
-
-
-def _store_of(ranks: list[int] | None, rank: int) -> Any:
-    """A part of the process group's store for one saver of these ranks: the first, second, ... that each of them makes belong together."""
-    if ranks is None:
-        return dist.HashStore()  # type: ignore[attr-defined]
-    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    store = compat.default_store()
-    if store is None:
-        raise BackgroundSaveError("the default process group was made without a store, which MPI does", remedy="make it with gloo or NCCL")
-    shared = dist.PrefixStore(f"dcp-engine/{name}", store)  # type: ignore[attr-defined]
-    return dist.PrefixStore(str(shared.add(f"made/{rank}", 1)), shared)  # type: ignore[attr-defined]
-
-
 def _require(value: object, kind: type, name: str, expected: str, *, optional: bool = True) -> None:
     """What would only fail later, on a thread of its own, is refused now."""
     if not (isinstance(value, kind) or (optional and value is None)):
         raise InvalidOptionError(
             f"{name} is of the wrong type", expected=f"None or {expected}" if optional else expected, found=repr(value)[:300]
         )
+
+
+def _failed_job(error: DcpEngineError, writer: StorageWriter, planner: SavePlanner) -> SaveJob:
+    return SaveJob(failed_state(error), writer, planner, Cut())
 
 
 def _refusal(earlier: DcpEngineError, step: int | None) -> EarlierSaveFailedError:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from dcp_engine.background.cut import Cut, require_one_step
 from dcp_engine.background.exchange import Exchange
 from dcp_engine.background.wire import packed, unpacked
 from dcp_engine.errors import DcpEngineError, RankFailedError, can_travel
@@ -58,8 +59,13 @@ class SaveWatch(Protocol):
         ...
 
 
-def save_in_steps(state: dict[str, Any], writer: StorageWriter, planner: SavePlanner, exchange: Exchange, watch: SaveWatch) -> Metadata:
+def save_in_steps(
+    state: dict[str, Any], writer: StorageWriter, planner: SavePlanner, exchange: Exchange, watch: SaveWatch, *, cut: Cut
+) -> Metadata:
     """Save; all ranks call it alike.
+
+    Args:
+        cut: where this rank stands. It travels with the local plan, and where the ranks are not at one step nothing is planned.
 
     Returns:
         What the coordinator's planner and writer made of it, on every rank.
@@ -68,7 +74,7 @@ def save_in_steps(state: dict[str, Any], writer: StorageWriter, planner: SavePla
         CheckpointException: steps failed on some ranks; the same on all.
         DcpEngineError: the save was broken off.
     """
-    save = _Save(state, writer, planner, exchange, watch)
+    save = _Save(state, writer, planner, exchange, watch, cut)
     try:
         plan = save.plan()
         return save.write(plan)
@@ -81,7 +87,10 @@ def save_in_steps(state: dict[str, Any], writer: StorageWriter, planner: SavePla
 
 
 class _Save:
-    def __init__(self, state: dict[str, Any], writer: StorageWriter, planner: SavePlanner, exchange: Exchange, watch: SaveWatch) -> None:
+    def __init__(
+        self, state: dict[str, Any], writer: StorageWriter, planner: SavePlanner, exchange: Exchange, watch: SaveWatch, cut: Cut
+    ) -> None:
+        self._cut = cut
         self._state = state
         self._writer = writer
         self._planner = planner
@@ -93,7 +102,7 @@ class _Save:
         """This rank's part of the plan that the coordinator makes of all."""
         exchange, watch = self._exchange, self._watch
         watch.enter(PLANNING)
-        local = self._told(PLANNING, self._local_plan)
+        local = self._told(PLANNING, lambda: (self._local_plan(), self._cut))
         watch.enter(PLANS)
         locals_ = exchange.gather(local)
         parts: list[bytes] = []
@@ -135,9 +144,11 @@ class _Save:
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def _global_plans(self, data: list[bytes]) -> list[bytes]:
-        failures, plans = self._all_heard(data)
+        failures, told = self._all_heard(data)
         if not failures:
             try:
+                require_one_step([cut for _, cut in told])
+                plans = [plan for plan, _ in told]
                 plans, self._metadata = self._planner.create_global_plan(plans)
                 with self._fenced():
                     plans = self._writer.prepare_global_plan(plans)

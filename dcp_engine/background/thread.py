@@ -28,7 +28,7 @@ class ThreadExecutor:
     def run(self, job: SaveJob, run: SaveRun, exchange: Exchange) -> SaveOutcome:
         """See :class:`dcp_engine.background.jobs.Executor`."""
         state = staged_state(job, run)
-        metadata = save_in_steps(state, job.writer, job.planner, exchange, run)
+        metadata = save_in_steps(state, job.writer, job.planner, exchange, run, cut=job.cut)
         return SaveOutcome(metadata, getattr(job.writer, "phases", None))
 
     def progress(self, job: SaveJob) -> int | None:

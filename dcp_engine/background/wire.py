@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from dcp_engine.background.cut import Cut
 from dcp_engine.staging import SharedBuffer, StagingProof
 
 __all__ = ["Head", "Request", "mapped_buffers", "packed", "unpacked"]
@@ -41,6 +42,7 @@ class Request:
     writer: StorageWriter
     planner: SavePlanner | None
     proof: StagingProof | None
+    cut: Cut
 
 
 class _Pickler(ForkingPickler):
