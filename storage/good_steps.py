@@ -12,6 +12,7 @@ from dcp_engine.storage.access import manifest_of
 from dcp_engine.storage.attempts import MANIFEST_NAME
 from dcp_engine.storage.backends import Location
 from dcp_engine.storage.keys import SecretKey
+from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.publish import OpenCheckpoint, open_checkpoint
 from dcp_engine.storage.steps import step_name
 
@@ -63,12 +64,15 @@ def open_newest_good(
     return None
 
 
-def check_whole(opened: OpenCheckpoint, signing_key: SecretKey | None = None, *, step: int | None = None) -> None:
+def check_whole(opened: OpenCheckpoint, signing_key: SecretKey | None = None, *, step: int | None = None) -> Manifest:
     """Holds the files of a checkpoint against its manifest: each must be there, of the right size. Their content is not looked at.
 
     Args:
         signing_key: whose holder must have signed it, for the step of its name; ``None``: it need not be signed.
         step: of its name; ``None``: it has no such name.
+
+    Returns:
+        its manifest.
 
     Raises:
         SignatureError, MissingFileError, TruncatedFileError, or whatever is wrong with the manifest. StorageError: it cannot be told.
@@ -96,3 +100,4 @@ def check_whole(opened: OpenCheckpoint, signing_key: SecretKey | None = None, *,
                 expected=f"{record.size_bytes} bytes",
                 found=f"{size_bytes} bytes",
             )
+    return manifest

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dcp_engine.errors import (
@@ -31,7 +30,8 @@ from dcp_engine.storage.latest import LATEST_NAME, LatestHint
 from dcp_engine.storage.publish import OpenCheckpoint, open_checkpoint
 from dcp_engine.storage.retention import PruneReport, check_keep_last, surplus_steps
 from dcp_engine.storage.root_posix import PosixRoot
-from dcp_engine.storage.root_store import Retirement, RootStore
+from dcp_engine.storage.root_store import Retirement, RootStore, refuse_strangers
+from dcp_engine.storage.step_info import Decision, StepInfo, look_at_step
 from dcp_engine.storage.steps import committed_steps, step_name
 from dcp_engine.storage.texts import MAX_TEXT_FILE_BYTES
 
@@ -43,21 +43,6 @@ __all__ = ["Decision", "EpochClaim", "RunRoot"]
 _logger = logging.getLogger(__name__)
 _MAX_CLAIMS = 1000
 _TRASH_SECS = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The checkpoint that all ranks take. Crosses ranks by pickle.
-
-    Attributes:
-        step: its step.
-        nonce: of the attempt that wrote it.
-        manifest_sha256: of its MANIFEST, in hex.
-    """
-
-    step: int
-    nonce: str
-    manifest_sha256: str
 
 
 class RunRoot:
@@ -209,11 +194,30 @@ class RunRoot:
             self._check(claim)
         self._store.put_latest(LatestHint(step, nonce).encode())
 
-    def decide(self, group: dist.ProcessGroup | None = None) -> Decision | None:
+    def look(self, step: int) -> StepInfo:
+        """What is told of a step without reading its data. Its files are all there then, each of the right size.
+
+        Raises:
+            CheckpointNotFoundError kinds: there is no such step. CorruptCheckpointError kinds: a file is missing, or its size is another
+                one, or the manifest is damaged, or not signed with the key. UnsupportedVersionError: a newer release wrote it.
+            StorageError kinds: it cannot be told.
+        """
+        self._store.check_entry(step)
+        place = self._location.child(step_name(step))
+        return look_at_step(place, step, storage_options=self._storage_options, signing_key=self._signing_key)
+
+    def check_own(self) -> None:
+        """Returns if this is the root of a run, or may become one: see :func:`~dcp_engine.storage.root_store.refuse_strangers`."""
+        refuse_strangers(resolve(self._location, self._storage_options))
+
+    def decide(
+        self, group: dist.ProcessGroup | None = None, *, choose: Callable[[], StepInfo | None] | None = None
+    ) -> Decision | None:
         """The newest good step, the same on all ranks: the lowest rank of the group looks, all others check that they see that very one.
 
         Args:
             group: with a backend for CPU tensors; all its ranks call this together. None: this process alone decides.
+            choose: called on the rank that looks, in place of taking the newest good step.
 
         Returns:
             A decision with its ``step``; None, if there is no committed step. Damaged ones are passed over with a warning.
@@ -224,11 +228,12 @@ class RunRoot:
             CorruptCheckpointError: there are committed steps, and none of them is good.
             StorageError kinds, of whichever rank.
         """
+        look = self._decide if choose is None else lambda: info.decision if (info := choose()) else None
         if group is None:
-            return self._decide()
+            return look()
         from dcp_engine.storage.root_decision import decide_together
 
-        return decide_together(group, self._decide, self._seen, self._seen_steps, path=self.path)
+        return decide_together(group, look, self._seen, self._seen_steps, path=self.path)
 
     def hold(self, step: int) -> Hold:
         """Keeps a step from being retired, for a copy for instance, until the hold is released or its process ends.

@@ -13,7 +13,7 @@ from dcp_engine.storage.rank_group import RankGroup, check_group
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from dcp_engine.storage.root import Decision
+    from dcp_engine.storage.step_info import Decision
 
 __all__ = ["decide_together"]
 

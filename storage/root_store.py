@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from enum import Enum
 from typing import Final, Protocol
 
-from dcp_engine.errors import InvalidOptionError
+from dcp_engine.errors import InvalidOptionError, StorageError
 from dcp_engine.storage.attempts import MANIFEST_NAME, MARKER_NAME
+from dcp_engine.storage.backends import Directory
+from dcp_engine.storage.entry_names import strangers
 from dcp_engine.storage.epochs import EpochRecord
 from dcp_engine.storage.holds import Hold
 
-__all__ = ["Retirement", "RootStore", "refuse_checkpoint"]
+__all__ = ["Retirement", "RootStore", "refuse_checkpoint", "refuse_strangers"]
 
 _STOCK_NAME: Final = ".metadata"
 
@@ -76,4 +79,32 @@ def refuse_checkpoint(path: str, names: list[str]) -> None:
             expected="a directory whose checkpoints are called like 'step-00000100', or a new one",
             found=repr(found[0]),
             remedy="pass the directory above it",
+        )
+
+
+def refuse_strangers(root: Directory) -> None:
+    """Refuses what is not the root of a run, nor may become one, which it may where it is not there, or empty.
+
+    Raises:
+        InvalidOptionError: it is a file, itself a checkpoint, or somebody else's directory: see
+            :func:`~dcp_engine.storage.entry_names.strangers`.
+        StorageError: it cannot be read.
+    """
+    try:
+        names = root.names()
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return
+        if error.errno == errno.ENOTDIR:
+            raise InvalidOptionError("this cannot be a root", path=root.path, expected="a directory", found="a file") from error
+        raise
+    refuse_checkpoint(root.path, names)
+    found = strangers(names)
+    if found:
+        raise InvalidOptionError(
+            "this is somebody else's directory, and not the root of a run",
+            path=root.path,
+            expected="a directory of steps like 'step-00000100', an empty one, or a new one",
+            found=", ".join(map(repr, found[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else ""),
+            remedy="pass a directory of its own for the run, as in a new one below this",
         )
