@@ -55,6 +55,16 @@ class PartOfState:
         self._state = state
         self._components = tuple(components)
 
+    @property
+    def whole(self) -> TrainState:
+        """The state that it is a part of."""
+        return self._state
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the components."""
+        return self._components
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the components."""
         whole = self._state.state_dict()

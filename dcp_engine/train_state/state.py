@@ -178,6 +178,11 @@ class TrainState:
         """Whether a save now would hold the whole state: not inside an accumulation cycle, unless gradients are saved."""
         return self._grads == "save" or not self.counters.in_cycle
 
+    @property
+    def defers_saves(self) -> bool:
+        """Whether a save inside an accumulation cycle is to be moved to its end."""
+        return self._grads == "defer"
+
     # -- loading ----------------------------------------------------------------------------------------------------------
 
     def load(self, reader: StorageReader, *, under: str = "state", planner: LoadPlanner | None = None) -> TrainStateReport:
@@ -236,6 +241,10 @@ class TrainState:
             stored = stored.read_metadata()
         keys = stored.state_dict_metadata if isinstance(stored, Metadata) else stored
         self._stored = stored_in(keys, under=under, optimizers=self._optimizers, parameters=self._names().values())
+
+    def forget(self) -> None:
+        """No load comes after :meth:`prepare`, because it failed: the next :meth:`state_dict` is one to save."""
+        self._stored = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a state that :meth:`state_dict` gave, here or elsewhere; :attr:`report` says what was found.
