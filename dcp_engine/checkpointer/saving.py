@@ -1,0 +1,214 @@
+"""What a save does, on each rank: the claim of the root, the order of steps, one cut through all ranks, the writer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from dcp_engine.background import BackgroundSaver, SaveHandle
+from dcp_engine.background.cut import Cut, require_one_step
+from dcp_engine.checkpointer.cut import facts_of, local_disagreements
+from dcp_engine.checkpointer.options import CheckpointerOptions
+from dcp_engine.checkpointer.parts import Parts
+from dcp_engine.checkpointer.ranks import Ranks
+from dcp_engine.checkpointer.record import SaveRecord
+from dcp_engine.errors import CheckpointExistsError, DcpEngineError, InvalidOptionError, RankFailedError, SaverBusyError
+from dcp_engine.storage import EpochClaim, RunRoot, ShardWriter
+
+__all__ = ["Saving"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What the first rank of a root finds there at the first save. Crosses ranks by pickle."""
+
+    claim: EpochClaim
+    steps: tuple[int, ...]
+
+
+class Saving:
+    """The saves of one rank.
+
+    Args:
+        root: to save below.
+        options: of the checkpointer.
+        ranks: all of the job.
+        members: those of them that write to this root.
+        saver: of the members.
+        planner: for all saves; None: the saver's own.
+
+    Thread-safety: one thread.
+    """
+
+    def __init__(
+        self, root: RunRoot, options: CheckpointerOptions, ranks: Ranks, members: Ranks, saver: BackgroundSaver, planner: SavePlanner | None
+    ) -> None:
+        self._root = root
+        self._options = options
+        self._ranks = ranks
+        self._members = members
+        self._saver = saver
+        self._planner = planner
+        self._start: _Start | None = None
+        self._replaceable: frozenset[int] = frozenset()
+        self._handles: list[SaveHandle] = []
+        self._newest = -1
+
+    def resumed(self, replaceable: frozenset[int]) -> None:
+        """The run goes on behind these steps, which are damaged or hold a part only: it comes to them again, and replaces them."""
+        self._replaceable = replaceable
+
+    def save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None, probe: Callable[[], Any] | None) -> SaveHandle:
+        """See ``Checkpointer.save``."""
+        skipped = self._skipped(step)
+        if skipped is not None:
+            return skipped
+        self._begin()
+        try:
+            parts = Parts(state)
+            self._check_order(step)
+            cut = self._cut(parts, step)
+            writer = self._writer(step, self._record(parts, cut, metadata, probe))
+        except Exception as error:
+            self._tell(error, step)
+            raise
+        handle = self._saver.submit(
+            parts.values,
+            writer=writer,
+            planner=self._planner,
+            step=step,
+            cut=cut,
+            after=self._after(step) if self._members.is_first and not parts.is_partial else None,
+        )
+        self._handles.append(handle)
+        return handle
+
+    def is_saved(self, step: int) -> bool:
+        """Whether this run has saved the step, or is about to."""
+        return step in self._own_steps()
+
+    # -- inside -----------------------------------------------------------------------------------------------------------
+
+    def _skipped(self, step: int) -> SaveHandle | None:
+        """A handle without a save, where an earlier one is under way on any rank and is not to be waited for."""
+        if self._options.if_busy == "wait":
+            return None
+        mine = next((handle for handle in self._handles if not handle.done()), None)
+        if not self._ranks.any(mine is not None):
+            return None
+        error = SaverBusyError(
+            "the step was not saved: an earlier save is under way",
+            step=step,
+            path=self._root.path,
+            found="on another rank" if mine is None else f"step {mine.step}",
+            remedy='save less often, or pass if_busy="wait"',
+        )
+        if self._options.if_busy == "error":
+            raise error
+        logger.warning("%s", error)
+        return SaveHandle.of_skipped(error, step=step, path=self._root.path)
+
+    def _begin(self) -> None:
+        """At the first save: claim the root, so that older runs that still live can publish nothing any more."""
+        if self._start is not None:
+            return
+        start, error = None, None
+        try:
+            start = self._members.first(self._claim)
+        except DcpEngineError as failure:
+            error = failure
+        self._ranks.agree(error)  # no node begins before all nodes have claimed
+        self._start = start
+
+    def _claim(self) -> _Start:
+        self._root.check_own()
+        claim = self._root.claim(self._options.run_id)
+        return _Start(claim, tuple(self._root.steps()))
+
+    def _own_steps(self) -> list[int]:
+        """Steps of this run that are saved, or under way."""
+        for handle in [handle for handle in self._handles if handle.done()]:
+            self._handles.remove(handle)
+            if handle.is_durable and handle.step is not None:
+                self._newest = max(self._newest, handle.step)
+        steps = [self._newest, *(handle.step for handle in self._handles if handle.step is not None)]
+        return [step for step in steps if step >= 0]
+
+    def _check_order(self, step: int) -> None:
+        self._root.path_of(step)  # refuses what is no step
+        own = max(self._own_steps(), default=None)
+        if own is not None and step <= own:
+            raise InvalidOptionError(
+                "steps go backwards",
+                step=step,
+                path=self._root.path,
+                expected=f"a step above {own}, which this run has saved or is saving",
+                found=step,
+                remedy="save each step once; a run that starts over needs a root of its own",
+            )
+        assert self._start is not None
+        there = max((one for one in self._start.steps if one not in self._replaceable), default=None)
+        if there is not None and step <= there:
+            raise CheckpointExistsError(
+                "steps go backwards: the root holds a newer one",
+                step=step,
+                path=self._root.path,
+                expected=f"a step above {there}",
+                found=step,
+                remedy="restore the newest step first, or save to a root of its own; RunRoot.retire removes steps that are not wanted",
+            )
+
+    def _cut(self, parts: Parts, step: int) -> Cut:
+        state = parts.train_state
+        facts = facts_of(state, step)
+        disagreements = (
+            ()
+            if state is None
+            else local_disagreements(facts, scheduler_counts=state.scheduler_counts, optimizer_counts=state.optimizer_counts)
+        )
+        cut = Cut(facts, disagreements)
+        if self._ranks.size == 1:
+            require_one_step([cut])  # now, and not in the background; of several ranks all are told at once
+        return cut
+
+    def _record(
+        self, parts: Parts, cut: Cut, metadata: Mapping[str, Any] | None, probe: Callable[[], Any] | None
+    ) -> SaveRecord:
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise InvalidOptionError("metadata is not a mapping", expected="None or a dict", found=repr(metadata)[:300])
+        return SaveRecord(
+            world_size=self._ranks.size,
+            is_partial=parts.is_partial,
+            components=parts.components,
+            facts=dict(cut.facts),
+            probe=None,
+            user=dict(metadata or {}),
+        )
+
+    def _writer(self, step: int, record: SaveRecord) -> ShardWriter:
+        assert self._start is not None
+        return ShardWriter(
+            self._root.path_of(step),
+            step=step,
+            fence=self._start.claim,
+            metadata=record.metadata(),
+            overwrite=step in self._replaceable,
+            **self._options.of_writer,
+        )
+
+    def _tell(self, error: Exception, step: int) -> None:
+        """The other ranks save: they must get an error, and not be left waiting."""
+        if not isinstance(error, DcpEngineError):
+            error = RankFailedError("a rank failed before it could save", found=f"{type(error).__name__}: {error}")
+        self._saver.fail(error, writer=ShardWriter(self._root.path), step=step if isinstance(step, int) else None)
+
+    def _after(self, step: int) -> Callable[[], None]:
+        assert self._start is not None
+        claim = self._start.claim
+        return lambda: self._root.set_latest(step, claim)
