@@ -4,7 +4,8 @@
     ├── UsageError (ValueError)            fix the call
     │   ├── InvalidOptionError             an argument is out of range; the message names what is valid
     │   ├── UnsupportedModeError           a mode of DCP that this engine refuses
-    │   └── ClosedError                    a stager or saver that was closed is used again
+    │   ├── ClosedError                    a stager or saver that was closed is used again
+    │   └── ProbeError                     the function that was passed as probe fails
     ├── StateError                         fix the state that was handed in
     │   ├── UnencodableObjectError         a value that the format has no type for
     │   ├── UnsupportedTensorError         a dtype, layout or placement that cannot be stored
@@ -171,6 +172,12 @@ class ClosedError(UsageError):
     """The object was closed before."""
 
     kind = "closed"
+
+
+class ProbeError(UsageError):
+    """The function that was passed as probe raised, or gave values that cannot be compared."""
+
+    kind = "probe"
 
 
 class StateError(DcpEngineError):

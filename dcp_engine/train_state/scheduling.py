@@ -8,9 +8,18 @@ from typing import Any, Literal
 from dcp_engine.errors import InvalidOptionError
 from dcp_engine.train_state.counters import Counters
 
-__all__ = ["SchedulerCount", "check_count", "scheduler_disagreements"]
+__all__ = [
+    "OptimizerCount",
+    "SchedulerCount",
+    "check_count",
+    "check_optimizer_count",
+    "counts_of",
+    "scheduler_disagreements",
+    "scheduler_positions",
+]
 
 SchedulerCount = Literal["applied", "attempted", "epoch"]
+OptimizerCount = Literal["applied"]
 
 
 def check_count(count: SchedulerCount | None) -> SchedulerCount | None:
@@ -24,26 +33,46 @@ def check_count(count: SchedulerCount | None) -> SchedulerCount | None:
     return count
 
 
-def scheduler_disagreements(schedulers: Mapping[str, Any], counters: Counters, count: SchedulerCount | None) -> tuple[str, ...]:
+def check_optimizer_count(count: OptimizerCount | None) -> OptimizerCount | None:
+    """Refuse another text.
+
+    Raises:
+        InvalidOptionError: says what there is.
+    """
+    if count not in (None, "applied"):
+        raise InvalidOptionError("optimizer_counts is not known", expected="'applied' or None", found=repr(count))
+    return count
+
+
+def counts_of(counters: Counters) -> dict[str, int]:
+    """What a scheduler may count, by the names of :data:`SchedulerCount`."""
+    return {"applied": counters.updates_applied, "attempted": counters.step, "epoch": counters.epoch}
+
+
+def scheduler_positions(schedulers: Mapping[str, Any]) -> dict[str, int]:
+    """Label -> the scheduler's own count of steps; those without ``last_epoch`` are left out."""
+    found = {label: getattr(scheduler, "last_epoch", None) for label, scheduler in schedulers.items()}
+    return {label: position for label, position in found.items() if isinstance(position, int)}
+
+
+def scheduler_disagreements(positions: Mapping[str, int], counts: Mapping[str, int], count: SchedulerCount | None) -> tuple[str, ...]:
     """Schedulers whose own count of steps is not that of the counters, in words; none where the counters were never moved.
 
     With a GradScaler two counts of updates differ as soon as one was skipped. Which of them a scheduler follows is up to the loop, so
     without ``count`` each that fits will do.
 
     Args:
-        schedulers: label -> scheduler; those without ``last_epoch`` are left out.
-        counters: where training stands.
+        positions: of :func:`scheduler_positions`.
+        counts: of :func:`counts_of`.
         count: what one step of a scheduler stands for.
     """
-    if counters.step == 0 and counters.epoch == 0:
+    if counts["attempted"] == 0 and counts["epoch"] == 0:
         return ()
-    counts = {"applied": counters.updates_applied, "attempted": counters.step, "epoch": counters.epoch}
     allowed = counts if count is None else {count: counts[count]}
     texts = []
-    for label, scheduler in schedulers.items():
-        found = getattr(scheduler, "last_epoch", None)
-        if isinstance(found, int) and found not in allowed.values():
+    for label, position in positions.items():
+        if position not in allowed.values():
             name = f"scheduler {label!r}" if label else "the scheduler"
             wanted = " or ".join(f"{number} ({kind})" for kind, number in allowed.items())
-            texts.append(f"{name} has taken {found} steps, and the counters say {wanted}")
+            texts.append(f"{name} has taken {position} steps, and the counters say {wanted}")
     return tuple(texts)

@@ -30,7 +30,15 @@ from dcp_engine.train_state.packed import pack, unpack
 from dcp_engine.train_state.per_rank import NOTHING, PerRank, choose, name_of_rank, rank_of_name, ranks_to_read
 from dcp_engine.train_state.report import Moved, Resized, TrainStateReport
 from dcp_engine.train_state.rng import Generators
-from dcp_engine.train_state.scheduling import SchedulerCount, check_count, scheduler_disagreements
+from dcp_engine.train_state.scheduling import (
+    OptimizerCount,
+    SchedulerCount,
+    check_count,
+    check_optimizer_count,
+    counts_of,
+    scheduler_disagreements,
+    scheduler_positions,
+)
 from dcp_engine.train_state.stored import Stored, stored_in
 
 __all__ = ["TrainState"]
@@ -70,6 +78,8 @@ class TrainState:
             and :meth:`may_save` says False until the cycle is over; ``"save"``: holds the gradients.
         scheduler_counts: what one step of a scheduler stands for: ``"applied"`` or ``"attempted"`` updates, or an ``"epoch"``. None: any of
             them will do. See :meth:`disagreements`.
+        optimizer_counts: what one step of an optimizer stands for: an ``"applied"`` update. None: no number that the counters have, as in
+            loops that step their optimizers at rhythms of their own.
         process_group: whose ranks the per-rank values are of. None: the default group, or a single process where there is none.
 
     Raises:
@@ -78,6 +88,7 @@ class TrainState:
 
     Attributes:
         counters: progress of the run.
+        scheduler_counts, optimizer_counts: as they were given.
         report: of the last load; None before one.
 
     Thread-safety: none. No method communicates with other ranks but :meth:`load`.
@@ -99,6 +110,7 @@ class TrainState:
         numpy_generators: Mapping[str, Any] | None = None,
         grads: str = "refuse",
         scheduler_counts: SchedulerCount | None = None,
+        optimizer_counts: OptimizerCount | None = "applied",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         require_type(counters, Counters, "counters", "None or Counters()")
@@ -118,7 +130,8 @@ class TrainState:
                 check_extra(part, argument=f"{argument}[{label!r}]" if label else argument)
         self.counters = Counters() if counters is None else counters
         self._grads = check_policy(grads)
-        self._scheduler_counts = check_count(scheduler_counts)
+        self.scheduler_counts = check_count(scheduler_counts)
+        self.optimizer_counts = check_optimizer_count(optimizer_counts)
         self._group = process_group
         self._rng = PerRank(Generators(generators, numpy_generators)) if rng else None
         self._stored: Stored | None = None
@@ -129,16 +142,14 @@ class TrainState:
     @property
     def components(self) -> tuple[str, ...]:
         """Names of what a full state has, as the first elements of its keys; gradients, which only some saves hold, left out."""
-        parts = {
-            "model": self._parts,
-            "optimizer": self._optimizers,
-            **dict(self._packed_components()),
-            "progress": True,
-            "ema": self._ema,
-            "extra": self._extras,
-            "rng": self._rng,
-        }
-        return tuple(name for name, part in parts.items() if part)
+        return tuple(name for name, parts in self._objects().items() if parts)
+
+    def parts(self, component: str) -> dict[str, Any]:
+        """The live objects of a component by label, ``""`` for one that stands alone; empty where the state has no such component.
+
+        Those of the model are numbered: ``"0"``, ``"1"``, ...
+        """
+        return self._objects().get(component, {})
 
     # -- saving -----------------------------------------------------------------------------------------------------------
 
@@ -292,16 +303,7 @@ class TrainState:
 
     def disagreements(self) -> tuple[str, ...]:
         """Schedulers that do not stand where the counters say training does, in words."""
-        return scheduler_disagreements(self._schedulers, self.counters, self._scheduler_counts)
-
-    def facts(self) -> dict[str, Any]:
-        """Where each part stands, in plain numbers that all ranks must share for their states to be of one step."""
-        counters = self.counters.state_dict()
-        facts = {f"progress.{name}": counters[name] for name in ("step", "updates_applied", "micro_step", "epoch")}
-        for label, scheduler in self._schedulers.items():
-            if isinstance(getattr(scheduler, "last_epoch", None), int):
-                facts[join("scheduler", label)] = scheduler.last_epoch
-        return facts
+        return scheduler_disagreements(scheduler_positions(self._schedulers), counts_of(self.counters), self.scheduler_counts)
 
     def differences(self, other: TrainState | Mapping[str, Any]) -> tuple[Difference, ...]:
         """What of ``other`` (a state, or what its ``state_dict()`` gave) differs from this state, bit for bit, by component and key."""
@@ -315,6 +317,17 @@ class TrainState:
         for label, optimizer in self._optimizers.items():
             check_optimizer(optimizer, names, argument=f"optimizers[{label!r}]" if label else "optimizers")
         return names
+
+    def _objects(self) -> dict[str, dict[str, Any]]:
+        return {
+            "model": {str(number): module for number, (_, module) in enumerate(self._parts)},
+            "optimizer": self._optimizers,
+            **dict(self._packed_components()),
+            "progress": {"": self.counters},
+            "ema": self._ema,
+            "extra": self._extras,
+            "rng": {} if self._rng is None else {"": self._rng},
+        }
 
     def _packed_components(self) -> tuple[tuple[str, dict[str, Any]], ...]:
         return ("scheduler", self._schedulers), ("scaler", self._scaler), ("data", self._data)

@@ -63,6 +63,7 @@ KINDS = {
     "RankLostError": "rank_lost",
     "ExchangeBrokenError": "exchange_broken",
     "DataOrderError": "data_order",
+    "ProbeError": "probe",
 }
 BUILTIN_BASES = {
     "UsageError": ValueError,

@@ -314,15 +314,15 @@ def test_scaler_that_was_off_is_refused_for_one_that_is_on() -> None:
     off.load_state_dict(off.state_dict())
 
 
-def test_facts_are_numbers_that_ranks_must_share() -> None:
-    run = trained(3)
-    assert run.state.facts() == {
-        "progress.step": 3,
-        "progress.updates_applied": 2,
-        "progress.micro_step": 0,
-        "progress.epoch": 0,
-        "scheduler": 2,
-    }
+def test_parts_of_a_component_are_the_live_objects_by_label() -> None:
+    run = Run(seed=0)
+    assert run.state.parts("optimizer") == {"": run.optimizer}
+    assert run.state.parts("model") == {"0": run.model}
+    assert run.state.parts("data") == {"": run.cursor}
+    assert list(run.state.parts("extra")) == ["averages", "local"]
+    assert run.state.parts("progress") == {"": run.counters}
+    assert run.state.parts("ema") == {}
+    assert run.state.parts("no such component") == {}
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------------
@@ -336,6 +336,7 @@ def test_facts_are_numbers_that_ranks_must_share() -> None:
         ({"extras": {"x": 3}}, r"extras\['x'\] cannot be saved"),
         ({"grads": "maybe"}, "grads is not a policy"),
         ({"scheduler_counts": "steps"}, "scheduler_counts is not known"),
+        ({"optimizer_counts": "attempted"}, "optimizer_counts is not known"),
         ({"optimizers": 3}, "optimizers is of the wrong kind"),
         ({"model": "net"}, "model is of the wrong kind"),
     ],

@@ -1,0 +1,111 @@
+"""Whether a training state has taken up what was loaded: what it says of itself afterwards, held against what it was given. No I/O.
+
+An object whose ``load_state_dict`` does nothing, or that something reset later in the load, looks restored to everybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_engine.data import ResumableLoader, ResumableSampler, ResumableStream
+from dcp_engine.train_state import Difference, TrainState, differences
+from dcp_engine.train_state.labels import nest, part_of
+from dcp_engine.train_state.per_rank import PerRank, rank_of_name
+
+__all__ = ["ReadBack", "WatchedState", "read_back"]
+
+
+class WatchedState:
+    """A ``Stateful`` around a ``TrainState`` that remembers what was loaded into it. ``prepare`` is called on the state itself.
+
+    Attributes:
+        loaded: what the last load gave; None before one. Its tensors are the state's own.
+
+    Thread-safety: none.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self.loaded: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state's own."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Has the state take it up. Raises as ``TrainState.load_state_dict``."""
+        self._state.load_state_dict(state_dict)
+        self.loaded = state_dict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBack:
+    """What a restored state says of itself.
+
+    Attributes:
+        differences: values that are not those that were loaded.
+        not_begun: labels of the optimizers that keep state for their parameters, and have none for any of them.
+    """
+
+    differences: tuple[Difference, ...] = ()
+    not_begun: tuple[str, ...] = ()
+
+
+def read_back(state: TrainState, loaded: Mapping[str, Any]) -> ReadBack:
+    """Asks a restored state for its values.
+
+    Not held against what was loaded: what this rank did not take by itself (``report.resized`` says what it took), the slots that an
+    optimizer had not begun, positions of our samplers and streams (which check themselves, and may be on other ranks), and gradients. A
+    state inside an accumulation cycle that it would not save is not asked.
+
+    Args:
+        state: after the load.
+        loaded: what it was given; may be a part of its components.
+    """
+    if not state.may_save() or state.report is None:
+        return ReadBack()
+    here = state.state_dict()
+    resized = {one.key for one in state.report.resized if one.took != "by rank"}
+    keys = [name for name in loaded if name != "grads" and name in here]
+    expected = {name: _settled(state, name, loaded[name], here[name], resized) for name in keys}
+    found = {name: _settled(state, name, here[name], loaded[name], resized) for name in keys}
+    idle = tuple(label for label in state.parts("optimizer") if _is_idle(part_of(here["optimizer"], label)))
+    return ReadBack(differences=differences(expected, found), not_begun=idle)
+
+
+def _is_idle(optimizer: Mapping[str, Any]) -> bool:
+    return bool(optimizer["state"]) and not any(slots for _, slots in optimizer["membership"].values())
+
+
+def _settled(state: TrainState, component: str, value: Any, other: Any, resized: set[str]) -> Any:
+    """The part of a component's state that both sides must share."""
+    if component == "progress":
+        return {name: part for name, part in value.items() if name != "world_size"}
+    if component == "optimizer":
+        labels = state.parts(component)
+        parts = {label: _without_blanks(part_of(value, label)) for label in labels}
+        return nest(parts)
+    if component not in ("data", "extra", "rng", "scheduler", "scaler"):
+        return value
+    parts = {}
+    for label, part in state.parts(component).items():
+        key = f"{component}.{label}" if label else component
+        if key in resized or _checks_itself(part):
+            continue
+        mine, theirs = part_of(value, label), part_of(other, label)
+        if isinstance(part, PerRank):
+            mine = {name: packed for name, packed in mine.items() if name in theirs and rank_of_name(name) is not None}
+        parts[label] = mine
+    return nest(parts)
+
+
+def _without_blanks(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    started = {name for name, (_, slots) in optimizer["membership"].items() if slots}
+    return {**optimizer, "state": {name: slots for name, slots in optimizer.get("state", {}).items() if name in started}}
+
+
+def _checks_itself(part: Any) -> bool:
+    value = part.value if isinstance(part, PerRank) else part
+    return isinstance(value, ResumableLoader | ResumableSampler | ResumableStream)
