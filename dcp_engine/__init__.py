@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcp_engine.background import BackgroundSaver, Priority, SaveHandle, SaveTimings, UnchangedStateWarning
+    from dcp_engine.checkpointer import Checkpointer, EvaluationRecord, RestoreLevel, RestoreReport
     from dcp_engine.data import ResumableLoader, ResumableSampler, ResumableStream, StreamSource, sample_generator
     from dcp_engine.planners import BalancedSavePlanner, ReshardLoadPlanner
     from dcp_engine.staging import DoubleBufferStager, StagingReport
@@ -20,12 +21,16 @@ __version__ = "0.1.0"
 __all__ = [
     "BackgroundSaver",
     "BalancedSavePlanner",
+    "Checkpointer",
     "Counters",
     "DoubleBufferStager",
     "EpochClaim",
+    "EvaluationRecord",
     "PerRank",
     "Priority",
     "ReshardLoadPlanner",
+    "RestoreLevel",
+    "RestoreReport",
     "ResumableLoader",
     "ResumableSampler",
     "ResumableStream",
@@ -51,6 +56,10 @@ _HOME = {
     "SaveHandle": "dcp_engine.background",
     "SaveTimings": "dcp_engine.background",
     "UnchangedStateWarning": "dcp_engine.background",
+    "Checkpointer": "dcp_engine.checkpointer",
+    "EvaluationRecord": "dcp_engine.checkpointer",
+    "RestoreLevel": "dcp_engine.checkpointer",
+    "RestoreReport": "dcp_engine.checkpointer",
     "ResumableLoader": "dcp_engine.data",
     "ResumableSampler": "dcp_engine.data",
     "ResumableStream": "dcp_engine.data",

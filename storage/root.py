@@ -210,9 +210,7 @@ class RunRoot:
         """Returns if this is the root of a run, or may become one: see :func:`~dcp_engine.storage.root_store.refuse_strangers`."""
         refuse_strangers(resolve(self._location, self._storage_options))
 
-    def decide(
-        self, group: dist.ProcessGroup | None = None, *, choose: Callable[[], StepInfo | None] | None = None
-    ) -> Decision | None:
+    def decide(self, group: dist.ProcessGroup | None = None, *, choose: Callable[[], StepInfo | None] | None = None) -> Decision | None:
         """The newest good step, the same on all ranks: the lowest rank of the group looks, all others check that they see that very one.
 
         Args:

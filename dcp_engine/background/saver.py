@@ -38,11 +38,10 @@ from dcp_engine.errors import (
     EarlierSaveFailedError,
     InvalidOptionError,
     SaveTimeoutError,
-    StagingError,
 )
 from dcp_engine.planners import BalancedSavePlanner
 from dcp_engine.staging import DoubleBufferStager
-from dcp_engine.staging.failure import failed_state, failures_in
+from dcp_engine.staging.failure import failed_state, failures_in, untold
 
 __all__ = ["BackgroundSaver"]
 
@@ -267,10 +266,8 @@ class BackgroundSaver:
             # As dcp.async_save does it: ``Stateful`` values are asked for their state.
             for key, value in state_dict.items():
                 given[key] = value.state_dict() if isinstance(value, Stateful) else value
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            failure = error if isinstance(error, DcpEngineError) else StagingError("an object in the state failed to tell its own", found=text)
-            failure.tensor = key if failure.tensor is None else failure.tensor
+        except Exception as error:  # noqa: BLE001  whatever a class in the state raises
+            failure = untold(error, key)
             if not self._has_group:
                 raise failure from (None if failure is error else error)
             failure.rank = dist.get_rank() if dist.is_initialized() else None

@@ -39,7 +39,9 @@ class Cadence:
         """
         if self._every is None:
             raise InvalidOptionError(
-                "there is no interval to save at", expected="Checkpointer(root, save_every=...)", remedy="or call save() where a save is wanted"
+                "there is no interval to save at",
+                expected="Checkpointer(root, save_every=...)",
+                remedy="or call save() where a save is wanted",
             )
         components = (_ALL,) if state is None else state.components
         due = self._put_off

@@ -1,10 +1,12 @@
-"""``Checkpointer``: what a training script needs to save its state and to come back. Only calls; what they do is in the modules beside it."""
+"""``Checkpointer``: what a training script needs to save its state and to come back. What its calls do is in the modules beside it."""
 
 from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,16 +15,22 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_engine.background import BackgroundSaver, Priority, SaveHandle
 from dcp_engine.checkpointer.cadence import Cadence
+from dcp_engine.checkpointer.evaluation import EvaluationLog, EvaluationRecord, Evaluations
 from dcp_engine.checkpointer.options import CheckpointerOptions
 from dcp_engine.checkpointer.parts import Parts
+from dcp_engine.checkpointer.probe import PROBE_TOLERANCE
+from dcp_engine.checkpointer.probing import report_of
 from dcp_engine.checkpointer.ranks import Ranks
-from dcp_engine.checkpointer.restoring import Restored, Restoring
+from dcp_engine.checkpointer.report import RestoreReport
+from dcp_engine.checkpointer.restoring import Restoring
+from dcp_engine.checkpointer.rng_guard import eval_rng, generators_of
 from dcp_engine.checkpointer.saving import Saving
 from dcp_engine.errors import CheckpointNotFoundError, ClosedError, DcpEngineError, InvalidOptionError
 from dcp_engine.staging import DoubleBufferStager
 from dcp_engine.storage import RunRoot, VerifyReport, verify_checkpoint
 from dcp_engine.storage.keys import KeySource
 from dcp_engine.storage.step_info import StepInfo
+from dcp_engine.train_state import TrainState
 
 __all__ = ["Checkpointer"]
 
@@ -67,7 +75,7 @@ class Checkpointer:
         storage_options, signing_key, encryption_key: of readers and writers.
 
     Attributes:
-        stager: what copies the states: :meth:`~dcp_engine.staging.DoubleBufferStager.protect` an optimizer with it where tensors are on a GPU.
+        stager: what copies the states. With tensors on a GPU, :meth:`~dcp_engine.staging.DoubleBufferStager.protect` the optimizer with it.
 
     Raises:
         InvalidOptionError: an option is out of range, or the root is somebody else's.
@@ -130,6 +138,8 @@ class Checkpointer:
         self._saving = Saving(self._root, options, self._ranks, self._members, self._saver, planner)
         self._restoring = Restoring(self._root, options, self._ranks, self._members)
         self._cadence = Cadence(options.cadence)
+        self._evaluations = EvaluationLog(self._root.path, options.storage_options)
+        self._seen: weakref.ref[TrainState] | None = None
         self._closed = False
 
     # -- saving -----------------------------------------------------------------------------------------------------------
@@ -166,6 +176,7 @@ class Checkpointer:
         """
         self._require_open(step)
         handle = self._saving.save(step, state, metadata=metadata, probe=probe)
+        self._note(Parts(state))
         if wait and not handle.skipped:
             handle.result()
         return handle
@@ -217,32 +228,38 @@ class Checkpointer:
         step: int | str = "latest",
         *,
         components: Collection[str] | None = None,
+        probe: Callable[[], Any] | None = None,
+        probe_tolerance: float = PROBE_TOLERANCE,
         planner: LoadPlanner | None = None,
         missing_ok: bool = False,
-    ) -> Restored | None:
+    ) -> RestoreReport | None:
         """Load a step into a state, and check that the run is the one that was saved. All ranks call it alike.
 
         Args:
             state: as for :meth:`save`, made as in the run that saved; on any number of ranks, in any layout.
             step: ``"latest"``: the newest that is whole: damaged ones are passed over, loudly, up to ``max_fallbacks``, and so are those
-                that hold only components. A number: that one or an error.
+                that hold only components. ``"best"``: likewise by the metric of ``best``, the best first. A number: that one or an error.
             components: of the ``TrainState``: only these, the rest is left as it is.
+            probe: as at the save: its values must be those that were recorded, bit for bit on the same topology.
+            probe_tolerance: largest relative difference of a value on another one.
             planner: None: a strict ``ReshardLoadPlanner``.
             missing_ok: a root without any step is no error: the first start of a job.
 
         Returns:
-            What was found; None only with ``missing_ok``.
+            What was restored, and what that is worth: findings are no errors. None only with ``missing_ok``.
 
         Raises:
             CheckpointNotFoundError: there is no such step, or none at all; says which there are.
             CorruptCheckpointError kinds: it is damaged, or too many are. The state is undefined then.
             KeyMismatchError, ShapeMismatchError, DtypeMismatchError, StateError kinds: the state is not made as it was. Nothing is passed
                 over for that.
+            ProbeError: the probe cannot run.
             RankDisagreementError: a rank does not see what another one has written.
             UnsupportedVersionError: a newer release wrote the newest step. StorageError kinds.
         """
         self._require_open(None)
         parts = Parts(state)
+        self._note(parts)
         if components is not None:
             parts = parts.narrowed(components)
         order = self._order(step)
@@ -254,10 +271,40 @@ class Checkpointer:
                 path=self._root.path,
                 remedy="pass missing_ok=True where this is the first start of a run; else look at the path",
             )
-        restored = self._restoring.restore(parts, order, may_fall_back=step == "latest", planner=planner)
+        restored = self._restoring.restore(parts, order, may_fall_back=isinstance(step, str), planner=planner)
         if step == "latest" and components is None:
             self._saving.resumed(restored.replaceable)
-        return restored
+        report = report_of(restored, parts, self._ranks, probe=probe, tolerance=probe_tolerance)
+        if self._ranks.is_first:
+            for line in report.lines():
+                logger.info("%s", line)
+        return report
+
+    # -- evaluation -------------------------------------------------------------------------------------------------------
+
+    def eval_rng(self) -> AbstractContextManager[None]:
+        """While the block runs, evaluation may draw random numbers: afterwards all generators are where they were before.
+
+        Those are the global ones, and those of the training state that this object has last saved or restored.
+        """
+        state = self._seen() if self._seen is not None else None
+        return eval_rng(None if state is None else generators_of(state))
+
+    def record_evaluation(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        code: str | None = None,
+        data: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> EvaluationRecord:
+        """Add what an evaluation said of a committed step; see :meth:`EvaluationLog.record`. On one rank: no other one takes part."""
+        return self._evaluations.record(step, metrics, code=code, data=data, config=config)
+
+    def evaluations(self, step: int | None = None) -> Evaluations:
+        """What evaluations said of a step, or of all; see :meth:`EvaluationLog.read`. No other rank takes part."""
+        return self._evaluations.read(step)
 
     # -- what is there ----------------------------------------------------------------------------------------------------
 
@@ -314,6 +361,11 @@ class Checkpointer:
         if self._closed:
             raise ClosedError("the checkpointer is closed", path=self._root.path, step=step, remedy="make a new one")
 
+    def _note(self, parts: Parts) -> None:
+        """Its generators are left alone by evaluations, too."""
+        state = parts.train_state
+        self._seen = self._seen if state is None else weakref.ref(state)
+
     def _order(self, step: int | str) -> list[int]:
         """The steps to try, the same on all ranks."""
         if isinstance(step, bool) or not (isinstance(step, int) or step in ("latest", "best")):
@@ -321,11 +373,13 @@ class Checkpointer:
         there = self._restoring.steps()
         if step == "latest":
             return there[::-1]
+        if step == "best":
+            return self._restoring.best_first(there)
         if step not in there:
             raise CheckpointNotFoundError(
                 "there is no such step",
                 path=self._root.path,
-                step=step if isinstance(step, int) else None,
+                step=int(step),
                 expected=f"one of {there}" if there else "a committed step",
                 found=step,
                 remedy="restore one of those, or the newest",

@@ -85,7 +85,9 @@ def _check_cadence(every: object) -> None:
     if every is None:
         return
     if not intervals:
-        raise InvalidOptionError("save_every names no component", expected='a number of steps, or as in {"model": 200, "*": 1000}', found="{}")
+        raise InvalidOptionError(
+            "save_every names no component", expected='a number of steps, or as in {"model": 200, "*": 1000}', found="{}"
+        )
     for name, interval in intervals:
         if not isinstance(name, str) or isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise InvalidOptionError(

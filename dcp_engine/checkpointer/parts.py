@@ -58,12 +58,18 @@ class Parts:
     @property
     def is_partial(self) -> bool:
         """Whether a training state is there only in part: such a checkpoint is none to resume from."""
-        return any(isinstance(value, PartOfState) and set(value.components) != set(value.whole.components) for value in self.values.values())
+        return any(
+            isinstance(value, PartOfState) and set(value.components) != set(value.whole.components) for value in self.values.values()
+        )
 
     @property
     def components(self) -> dict[str, list[str]]:
         """Key of a training state -> its components that are there."""
         return {key: list(value.components) for key, value in self.values.items() if isinstance(value, PartOfState | TrainState)}
+
+    def components_of(self, state: TrainState) -> list[str]:
+        """The components of one of the training states that are there."""
+        return next(self.components[key] for key, one in self.whole_states.items() if one is state)
 
     def narrowed(self, components: Collection[str]) -> Parts:
         """Only these components of the training state, and nothing else.
@@ -111,5 +117,3 @@ class Parts:
         """No load comes any more: the next ``state_dict()`` is one to save."""
         for state in self.whole_states.values():
             state.forget()
-
-

@@ -1,4 +1,4 @@
-"""What a checkpointer keeps in a checkpoint beside the state: one entry of the checkpoint's metadata, beside the user's own."""
+"""What a checkpointer keeps in a checkpoint beside the state: one entry of its metadata, next to the caller's own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dcp_engine.checkpointer.cut import Fact
+from dcp_engine.checkpointer.recorded import Recorded
 from dcp_engine.errors import MalformedCheckpointError, UnsupportedVersionError
 
 __all__ = ["SaveRecord"]
 
 _OURS: Final = "checkpointer"
-_USERS: Final = "user"
+_CALLERS: Final = "user"
 _VERSION: Final = 1
 
 
@@ -21,32 +21,26 @@ class SaveRecord:
     """One checkpoint's entry.
 
     Attributes:
-        world_size: ranks of the job that saved it, those of other nodes included.
+        recorded: what the coordinator noted of the state; None where no checkpointer wrote it.
         is_partial: it holds a training state only in part, so that nobody resumes from it.
         components: key of a training state -> its components that are there.
-        facts: of the coordinator: where each part of the state stood.
-        probe: what a fixed input gave; None where nothing was asked for.
         user: the values that the caller of ``save`` passed.
     """
 
-    world_size: int = 1
+    recorded: Recorded | None = None
     is_partial: bool = False
     components: Mapping[str, list[str]] = field(default_factory=dict)
-    facts: Mapping[str, Fact] = field(default_factory=dict)
-    probe: Mapping[str, Any] | None = None
     user: Mapping[str, Any] = field(default_factory=dict)
 
     def metadata(self) -> dict[str, Any]:
         """As ``ShardWriter`` takes it."""
         ours = {
             "version": _VERSION,
-            "world_size": self.world_size,
+            "recorded": None if self.recorded is None else self.recorded.as_dict(),
             "is_partial": self.is_partial,
             "components": {key: list(names) for key, names in self.components.items()},
-            "facts": dict(self.facts),
-            "probe": None if self.probe is None else dict(self.probe),
         }
-        return {_OURS: ours, _USERS: dict(self.user)}
+        return {_OURS: ours, _CALLERS: dict(self.user)}
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any], *, path: str) -> SaveRecord:
@@ -66,14 +60,12 @@ class SaveRecord:
                 found=ours["version"],
                 remedy="upgrade dcp-engine",
             )
-        kinds: dict[str, type | tuple[type, ...]] = {
-            "world_size": int,
-            "is_partial": bool,
-            "components": dict,
-            "facts": dict,
-            "probe": (dict, type(None)),
-        }
-        if not isinstance(ours, dict) or any(not isinstance(ours.get(name), kind) for name, kind in kinds.items()):
-            raise MalformedCheckpointError("the checkpointer's entry of the metadata is none", path=path, expected=list(kinds), found=ours)
-        user = metadata.get(_USERS)
-        return cls(**{name: ours[name] for name in kinds}, user=user if isinstance(user, dict) else {})
+        if not isinstance(ours, dict) or not isinstance(ours.get("is_partial"), bool) or not isinstance(ours.get("components"), dict):
+            raise MalformedCheckpointError("the checkpointer's entry of the metadata is none", path=path, found=repr(ours)[:300])
+        recorded, user = ours.get("recorded"), metadata.get(_CALLERS)
+        return cls(
+            recorded=None if recorded is None else Recorded.from_dict(recorded),
+            is_partial=ours["is_partial"],
+            components=ours["components"],
+            user=user if isinstance(user, dict) else {},
+        )

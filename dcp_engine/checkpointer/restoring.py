@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,46 +14,27 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dcp_engine.background.failures import first_failure
+from dcp_engine.checkpointer.choosing import ranked
 from dcp_engine.checkpointer.options import CheckpointerOptions
 from dcp_engine.checkpointer.parts import Parts
 from dcp_engine.checkpointer.ranks import Ranks
 from dcp_engine.checkpointer.record import SaveRecord
-from dcp_engine.errors import CheckpointNotFoundError, CorruptCheckpointError, DcpEngineError, KeyMismatchError, RankDisagreementError, RankFailedError
-from dcp_engine.planners import ReshardLoadPlanner
+from dcp_engine.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DcpEngineError,
+    InvalidOptionError,
+    KeyMismatchError,
+    RankDisagreementError,
+    RankFailedError,
+)
+from dcp_engine.planners import LoadReport, ReshardLoadPlanner
 from dcp_engine.storage import RunRoot, ShardReader
 from dcp_engine.storage.step_info import StepInfo
 
 __all__ = ["Restored", "Restoring"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A step that was loaded.
-
-    Attributes:
-        info: of the checkpoint.
-        record: what the checkpointer keeps in it.
-        passed_over: newer steps that are damaged, and how.
-        replaceable: newer steps that this run may replace: those, and ones that hold a part of a state only.
-        phases: name -> seconds.
-    """
-
-    info: StepInfo
-    record: SaveRecord
-    passed_over: tuple[tuple[int, str], ...]
-    replaceable: frozenset[int]
-    phases: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """What the first rank of a root sees of a step; nothing of a rank that does not look. Crosses ranks by pickle."""
-
-    info: StepInfo | None = None
-    record: SaveRecord | None = None
-    damage: DcpEngineError | None = None
 
 
 @dataclass
@@ -70,6 +51,38 @@ class Phases:
             yield
         finally:
             self.secs[name] = self.secs.get(name, 0.0) + time.monotonic() - began
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A step that was loaded.
+
+    Attributes:
+        info: of the checkpoint.
+        record: what the checkpointer keeps in it.
+        passed_over: newer steps that are damaged, and how.
+        replaceable: newer steps that this run may replace: those, and ones that hold a part of a state only.
+        loaded: what was read, by key; its tensors are the state's own.
+        load_report: of the load planner, where it is one of ours.
+        phases: name -> seconds.
+    """
+
+    info: StepInfo
+    record: SaveRecord
+    passed_over: tuple[tuple[int, str], ...]
+    replaceable: frozenset[int]
+    loaded: Mapping[str, Any]
+    load_report: LoadReport | None
+    phases: Phases
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What the first rank of a root sees of a step; nothing of a rank that does not look. Crosses ranks by pickle."""
+
+    info: StepInfo | None = None
+    record: SaveRecord | None = None
+    damage: DcpEngineError | None = None
 
 
 class Restoring:
@@ -111,6 +124,27 @@ class Restoring:
             self._agree_on(None)  # a run that begins afresh because one rank looks at another place would be the worst
         return sorted(common)
 
+    def best_first(self, steps: Collection[int]) -> list[int]:
+        """The steps that the metric of ``best`` is known of, the best first; the same on all ranks.
+
+        Evaluations say it; where none of them has the metric, what each step was saved with.
+
+        Raises:
+            InvalidOptionError: there is no such option. CheckpointNotFoundError: the metric is known of none.
+        """
+        best = self._options.best
+        if best is None:
+            raise InvalidOptionError("there is no metric to go by", expected='Checkpointer(root, best=("loss", "min"))')
+        order = self._ranks.first(lambda: ranked(self._root, steps, *best, storage_options=self._options.storage_options))
+        if not order:
+            raise CheckpointNotFoundError(
+                f"no step has the metric {best[0]!r}",
+                path=self._root.path,
+                found=f"{_listed(sorted(steps))}, without it",
+                remedy="record_evaluation() says it, or save(metadata={name: value})",
+            )
+        return order
+
     def restore(self, parts: Parts, order: Sequence[int], *, may_fall_back: bool, planner: LoadPlanner | None) -> Restored:
         """Load the first of some steps that is good.
 
@@ -140,10 +174,18 @@ class Restoring:
                     continue
                 if missing:
                     raise _is_partial(look.info, missing)
-                error = self._load(parts, look.info, planner, phases)
+                used = ReshardLoadPlanner(keys=parts.keys_to_load) if planner is None else planner
+                loaded, error = self._load(parts, look.info, used, phases)
                 if error is None:
-                    passed_over = tuple((one, str(why)) for one, why in damaged)
-                    return Restored(look.info, look.record, passed_over, frozenset([one for one, _ in damaged] + partial), phases.secs)
+                    return Restored(
+                        info=look.info,
+                        record=look.record,
+                        passed_over=tuple((one, str(why)) for one, why in damaged),
+                        replaceable=frozenset([one for one, _ in damaged] + partial),
+                        loaded=loaded,
+                        load_report=used.report if isinstance(used, ReshardLoadPlanner) else None,
+                        phases=phases,
+                    )
             if not may_fall_back:
                 raise error
             damaged.append((step, error))
@@ -171,12 +213,13 @@ class Restoring:
         told = self._ranks.everyone_makes(look)
         return next((one for one in told if one.damage is not None), told[self._members.leader])
 
-    def _load(self, parts: Parts, info: StepInfo, planner: LoadPlanner | None, phases: Phases) -> DcpEngineError | None:
-        """Load one step; what is wrong with the checkpoint, or None.
+    def _load(self, parts: Parts, info: StepInfo, planner: LoadPlanner, phases: Phases) -> tuple[dict[str, Any], DcpEngineError | None]:
+        """Load one step: what was read, and what is wrong with the checkpoint, or None.
 
         Raises:
             DcpEngineError: anything else that is wrong, the same on all ranks.
         """
+        loaded: dict[str, Any] = {}
         error: Exception | None = None
         try:
             with phases.of("decide"):
@@ -195,8 +238,8 @@ class Restoring:
             self._ranks.agree(error)
         except (CorruptCheckpointError, CheckpointNotFoundError) as damage:
             damage.step = info.step if damage.step is None else damage.step
-            return damage
-        return None
+            return {}, damage
+        return loaded, None
 
     def _agree_on(self, info: StepInfo | None) -> None:
         """All ranks of the root see this very checkpoint, or that there is none."""
@@ -207,7 +250,7 @@ class Restoring:
                 error.remedy = f"{error.remedy}; or, where each node has a root of its own, pass node_local=True"
             raise
 
-    def _read(self, parts: Parts, info: StepInfo, planner: LoadPlanner | None) -> dict[str, Any]:
+    def _read(self, parts: Parts, info: StepInfo, planner: LoadPlanner) -> dict[str, Any]:
         group = self._members.group
         reader = ShardReader(info.path, process_group=group, **self._options.of_reader)
         template: dict[str, Any] = {}
@@ -217,7 +260,6 @@ class Restoring:
         except Exception as failure:  # noqa: BLE001  the others would wait for this rank in the load
             error = failure
         self._members.agree(error)
-        planner = ReshardLoadPlanner(keys=parts.keys_to_load) if planner is None else planner
         load(template, storage_reader=reader, planner=planner, process_group=group)
         return template
 

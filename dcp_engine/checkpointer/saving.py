@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_engine.background import BackgroundSaver, SaveHandle
 from dcp_engine.background.cut import Cut, require_one_step
-from dcp_engine.checkpointer.cut import facts_of, local_disagreements
+from dcp_engine.checkpointer.cut import local_disagreements
 from dcp_engine.checkpointer.options import CheckpointerOptions
 from dcp_engine.checkpointer.parts import Parts
+from dcp_engine.checkpointer.probing import probed
 from dcp_engine.checkpointer.ranks import Ranks
 from dcp_engine.checkpointer.record import SaveRecord
+from dcp_engine.checkpointer.recorded import Recorded, recorded
 from dcp_engine.errors import CheckpointExistsError, DcpEngineError, InvalidOptionError, RankFailedError, SaverBusyError
 from dcp_engine.storage import EpochClaim, RunRoot, ShardWriter
 
@@ -73,8 +75,9 @@ class Saving:
         try:
             parts = Parts(state)
             self._check_order(step)
-            cut = self._cut(parts, step)
-            writer = self._writer(step, self._record(parts, cut, metadata, probe))
+            noted = self._recorded(parts, step, probe)
+            cut = self._cut(parts, noted)
+            writer = self._writer(step, parts, noted, metadata)
         except Exception as error:
             self._tell(error, step)
             raise
@@ -164,38 +167,31 @@ class Saving:
                 remedy="restore the newest step first, or save to a root of its own; RunRoot.retire removes steps that are not wanted",
             )
 
-    def _cut(self, parts: Parts, step: int) -> Cut:
+    def _recorded(self, parts: Parts, step: int, probe: Callable[[], Any] | None) -> Recorded:
+        """What this rank says of the state. Its components are those that are saved."""
         state = parts.train_state
-        facts = facts_of(state, step)
-        disagreements = (
-            ()
-            if state is None
-            else local_disagreements(facts, scheduler_counts=state.scheduler_counts, optimizer_counts=state.optimizer_counts)
-        )
-        cut = Cut(facts, disagreements)
+        noted = recorded(state, step, world_size=self._ranks.size, probe=None if probe is None else probed(state, probe))
+        return noted if state is None else replace(noted, components=tuple(parts.components_of(state)))
+
+    def _cut(self, parts: Parts, noted: Recorded) -> Cut:
+        """Where this rank stands."""
+        state, faults = parts.train_state, ()
+        if state is not None:
+            faults = local_disagreements(noted.facts, scheduler_counts=state.scheduler_counts, optimizer_counts=state.optimizer_counts)
+        cut = Cut(noted.facts, faults)
         if self._ranks.size == 1:
             require_one_step([cut])  # now, and not in the background; of several ranks all are told at once
         return cut
 
-    def _record(
-        self, parts: Parts, cut: Cut, metadata: Mapping[str, Any] | None, probe: Callable[[], Any] | None
-    ) -> SaveRecord:
+    def _writer(self, step: int, parts: Parts, noted: Recorded, metadata: Mapping[str, Any] | None) -> ShardWriter:
         if metadata is not None and not isinstance(metadata, Mapping):
             raise InvalidOptionError("metadata is not a mapping", expected="None or a dict", found=repr(metadata)[:300])
-        return SaveRecord(
-            world_size=self._ranks.size,
-            is_partial=parts.is_partial,
-            components=parts.components,
-            facts=dict(cut.facts),
-            probe=None,
-            user=dict(metadata or {}),
-        )
-
-    def _writer(self, step: int, record: SaveRecord) -> ShardWriter:
+        record = SaveRecord(recorded=noted, is_partial=parts.is_partial, components=parts.components, user=dict(metadata or {}))
         assert self._start is not None
         return ShardWriter(
             self._root.path_of(step),
             step=step,
+            run_id=self._options.run_id,
             fence=self._start.claim,
             metadata=record.metadata(),
             overwrite=step in self._replaceable,

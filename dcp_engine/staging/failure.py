@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dcp_engine.errors import DcpEngineError, StagingError
 
-__all__ = ["STAGING_FAILED", "StagingFailure", "failed_state", "failures_in", "state_for_all_ranks", "unexpected"]
+__all__ = ["STAGING_FAILED", "StagingFailure", "failed_state", "failures_in", "state_for_all_ranks", "unexpected", "untold"]
 
 STAGING_FAILED = "staging failed"
 """Key of the only value in the state that a failed staging returns."""
@@ -65,3 +65,11 @@ def unexpected(error: Exception) -> StagingError:
         found=f"{type(error).__name__}: {error}",
         remedy="look at its cause: a class in the state, or the device, has failed",
     )
+
+
+def untold(error: Exception, key: str | None) -> DcpEngineError:
+    """The typed error for what an object in the state raised when it was asked for its own: one of the engine's stays what it is."""
+    if not isinstance(error, DcpEngineError):
+        return StagingError("an object in the state failed to tell its own", tensor=key, found=f"{type(error).__name__}: {error}")
+    error.tensor = key if error.tensor is None else error.tensor
+    return error
