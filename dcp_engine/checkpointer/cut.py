@@ -103,7 +103,7 @@ def disagreements_by_fact(
     counts = {"applied": applied, "attempted": attempted, "epoch": _number(facts, "progress.epoch")}
     ahead = {**counts, "applied": applied + num_uncounted, "attempted": attempted + num_uncounted}
     for label, position in _labelled(facts, "scheduler").items():
-        found = [scheduler_disagreements({label: int(position)}, allowed, scheduler_counts) for allowed in (counts, ahead)]
+        found = [scheduler_disagreements({label: position}, allowed, scheduler_counts) for allowed in (counts, ahead)]
         if all(found):
             texts[join("scheduler", label)] = found[0][0]
     return texts | _data_disagreements(facts)
@@ -136,11 +136,12 @@ def _data_disagreements(facts: Mapping[str, Fact]) -> dict[str, str]:
     return texts
 
 
-def _labelled(facts: Mapping[str, Fact], component: str) -> dict[str, Fact]:
+def _labelled(facts: Mapping[str, Fact], component: str) -> dict[str, int]:
+    """Label -> count of a component's parts."""
     return {
         name.removeprefix(component).removeprefix("."): fact
         for name, fact in facts.items()
-        if name == component or name.startswith(f"{component}.")
+        if isinstance(fact, int) and (name == component or name.startswith(f"{component}."))
     }
 
 
