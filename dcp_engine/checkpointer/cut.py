@@ -120,20 +120,22 @@ def _optimizer_disagreements(facts: Mapping[str, Fact], allowed: set[int]) -> di
 
 
 def _data_disagreements(facts: Mapping[str, Fact]) -> dict[str, str]:
-    """Positions that are up to one batch away from the samples that the loop has counted.
+    """A position that is one batch away from the samples that the loop has counted, over all ranks or those of its own rank.
 
-    Farther away it counts something else: only its own rank's samples, say.
+    A loop may count something else, such as samples that are not padded, or take from several positions: that is held against nothing.
     """
     counted = _number(facts, "progress.samples")
-    texts = {}
-    for name, consumed in facts.items():
-        key = name.removesuffix(".samples_consumed")
-        if key == name or not counted or not isinstance(consumed, int):
-            continue
-        size, num_ranks = _number(facts, f"{key}.global_batch"), _number(facts, f"{key}.world_size")
-        if 0 < abs(consumed - counted) <= size and counted * num_ranks != consumed:
-            texts[name] = f"{key} has handed out {consumed} samples, and the counters say {counted}"
-    return texts
+    positions = [name for name in facts if name.endswith(".samples_consumed")]
+    if len(positions) != 1 or not counted:
+        return {}
+    name = positions[0]
+    key = name.removesuffix(".samples_consumed")
+    consumed, num_ranks = _number(facts, name), _number(facts, f"{key}.world_size")
+    distances = {consumed - counted, consumed - counted * num_ranks}
+    size = _number(facts, f"{key}.global_batch")
+    if 0 in distances or distances.isdisjoint({-size, size}):
+        return {}
+    return {name: f"{key} has handed out {consumed} samples, and the counters say {counted}: a batch of {size} apart"}
 
 
 def _labelled(facts: Mapping[str, Fact], component: str) -> dict[str, int]:

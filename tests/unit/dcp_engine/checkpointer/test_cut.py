@@ -154,9 +154,9 @@ def test_counters_that_were_never_moved_are_held_against_nothing() -> None:
         ({"optimizer.critic": 6}, "optimizer 'critic' has taken 6 steps, and the counters say 5 (applied)"),
         ({"scheduler": 4}, "the scheduler has taken 4 steps, and the counters say 5 (applied) or 6 (attempted) or 1 (epoch)"),
         ({"scheduler.warm": 7}, "scheduler 'warm' has taken 7 steps, and the counters say 5 (applied) or 6 (attempted) or 1 (epoch)"),
-        ({"data.samples_consumed": 56}, "data has handed out 56 samples, and the counters say 48"),
-        ({"data.samples_consumed": 40}, "data has handed out 40 samples, and the counters say 48"),
-        ({"progress.samples": 56}, "data has handed out 48 samples, and the counters say 56"),
+        ({"data.samples_consumed": 56}, "data has handed out 56 samples, and the counters say 48: a batch of 8 apart"),
+        ({"data.samples_consumed": 40}, "data has handed out 40 samples, and the counters say 48: a batch of 8 apart"),
+        ({"progress.samples": 56}, "data has handed out 48 samples, and the counters say 56: a batch of 8 apart"),
     ],
 )
 def test_each_part_that_is_off_by_one_is_named(changed: dict[str, Fact], text: str) -> None:
@@ -182,10 +182,20 @@ def test_what_a_step_stands_for_can_be_said() -> None:
     assert disagreements_by_fact({**AGREED, "optimizer": 30}, optimizer_counts=None) == {}
 
 
-@pytest.mark.parametrize("samples", [0, 24, 1000])
+@pytest.mark.parametrize("samples", [0, 24, 47, 50, 1000])
 def test_samples_that_are_counted_otherwise_are_not_held_against_the_position(samples: int) -> None:
     """Not at all, each rank its own, or something else altogether."""
     assert disagreements_by_fact({**AGREED, "progress.samples": samples}) == {}
+
+
+@pytest.mark.parametrize("samples", [20, 28])
+def test_batch_is_missed_where_each_rank_counts_its_own(samples: int) -> None:
+    assert list(disagreements_by_fact({**AGREED, "progress.samples": samples})) == ["data.samples_consumed"]
+
+
+def test_several_positions_are_held_against_no_single_count() -> None:
+    second = {f"data.second.{name}": AGREED[f"data.{name}"] for name in ("global_batch", "world_size")}
+    assert disagreements_by_fact({**AGREED, **second, "data.second.samples_consumed": 0, "progress.samples": 8}) == {}
 
 
 def test_update_that_is_done_and_not_counted_yet_belongs_to_the_cycle() -> None:
@@ -207,5 +217,5 @@ def test_live_state_that_is_torn_is_named() -> None:
     assert disagreements_by_fact(facts_of(state, 4)) == {"optimizer": "the optimizer has taken 5 steps, and the counters say 4 (applied)"}
     state.parts("data")[""].consumed()
     assert disagreements_by_fact(facts_of(state, 4), optimizer_counts=None) == {
-        "data.samples_consumed": "data has handed out 20 samples, and the counters say 16"
+        "data.samples_consumed": "data has handed out 20 samples, and the counters say 16: a batch of 4 apart"
     }
