@@ -125,6 +125,7 @@ class Checkpointer:
         self._root = RunRoot(root, options.storage_options, signing_key=signing_key)
         self._ranks = Ranks.of(process_group, timeout_secs=timeout_secs)
         self._members = self._ranks.of_node(timeout_secs=timeout_secs) if node_local else self._ranks
+        # Now, and not at the first save, an hour later.
         self._ranks.everyone_makes(lambda: self._root.check_own() if self._members.is_first else None)
         self._saver = BackgroundSaver(
             stager=stager,
@@ -277,6 +278,8 @@ class Checkpointer:
         restored = self._restoring.restore(parts, order, may_fall_back=isinstance(step, str), planner=planner)
         if step == "latest" and components is None:
             self._saving.resumed(restored.replaceable | lonely)
+        elif components is None and self._ranks.is_first and (newer := [one for one in self._root.steps() if one > restored.info.step]):
+            logger.warning("steps %s are newer than the restored one: this run can save none up to the last of them there", newer)
         report = report_of(restored, parts, self._ranks, probe=probe, tolerance=probe_tolerance)
         if self._ranks.is_first:
             for line in report.lines():
