@@ -160,6 +160,15 @@ def without_repeats(cursor: Cursor, *, repeatable: bool) -> Cursor:
     return cursor if repeatable else replace(cursor, num_since=0)
 
 
+def _states_in(states: object) -> list[Mapping[str, Any]]:
+    given = list(states) if isinstance(states, Sequence) else []
+    if not given or not all(isinstance(state, Mapping) for state in given):
+        raise DataOrderError(
+            "there is no state of a stream to merge", expected="a list of what state_dict() returned on each rank", found=repr(states)[:300]
+        )
+    return given
+
+
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One state out of those of all ranks, to be loaded on any number of ranks and workers.
 
@@ -169,16 +178,10 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         DataOrderError: a rank's is missing or there twice, or they are not of one stream and one dealing out.
     """
-    given = list(states) if isinstance(states, Sequence) and not isinstance(states, str | bytes) else []
-    if not given or not all(isinstance(state, Mapping) for state in given):
-        raise DataOrderError(
-            "there is no state of a stream to merge",
-            expected="a list with what state_dict() returned on each rank",
-            found=repr(states)[:300],
-        )
+    given = _states_in(states)
     _check_keys(given[0])
     order = StreamOrder(**{field.name: given[0][field.name] for field in fields(StreamOrder)})
-    saved = sorted((read_stream(state, order) for state in states), key=lambda one: one.rank)
+    saved = sorted((read_stream(state, order) for state in given), key=lambda one: one.rank)
     first = saved[0]
     if [one.rank for one in saved] != list(range(first.world_size)):
         raise DataOrderError(
