@@ -136,7 +136,7 @@ class RunRoot:
         return committed_steps(self.path, storage_options=self._storage_options)
 
     def find(self) -> FoundSteps:
-        """The committed steps, and those whose COMPLETE is damaged; see :func:`~dcp_engine.storage.steps.find_steps`."""
+        """The committed steps, and those whose COMPLETE is damaged."""
         return find_steps(self.path, storage_options=self._storage_options)
 
     def latest(self) -> int | None:
@@ -360,7 +360,6 @@ class RunRoot:
             return opened.marker
 
     def _newest_good(self, steps: Iterable[int], *, pass_newer_versions: bool = True) -> tuple[int, OpenCheckpoint] | None:
-        """See :func:`open_newest_good`."""
         return open_newest_good(
             self._location,
             steps,
