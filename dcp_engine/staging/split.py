@@ -84,7 +84,7 @@ def split_blocks(raw: torch.Tensor, info: DtypeInfo, out: torch.Tensor) -> None:
 def _split_pairs(raw: torch.Tensor, itemsize: int, out: torch.Tensor) -> None:
     """Rows to the layout ``"paired"``: lower halves, rests, exponents, tail."""
     count = num_pairs(raw.shape[1] // itemsize)
-    words = raw.view(torch.int16).unflatten(1, (-1, itemsize // 2))[:, : 2 * count]
+    words = raw.view(torch.int16).view(len(raw), -1, itemsize // 2)[:, : 2 * count]
     tops = words[:, :, -1]
     rest_at = 0
     if itemsize == 4:
@@ -103,8 +103,8 @@ def _split_pairs(raw: torch.Tensor, itemsize: int, out: torch.Tensor) -> None:
 
 def _split_planes(raw: torch.Tensor, itemsize: int, out: torch.Tensor) -> None:
     """Rows to byte planes, the upper 16 bits of each float rotated left by one, which moves the sign below the exponent."""
-    planes = out.unflatten(1, (itemsize, -1))
-    planes.copy_(raw.unflatten(1, (-1, itemsize)).transpose(1, 2))
+    planes = out.view(len(out), itemsize, -1)
+    planes.copy_(raw.view(len(raw), -1, itemsize).transpose(1, 2))
     low, high = planes[:, -2], planes[:, -1]
     sign, carried = high >> 7, low >> 7
     torch.bitwise_or(low << 1, sign, out=low)

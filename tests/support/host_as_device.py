@@ -13,6 +13,8 @@ import torch
 from dcp_engine.staging import stager
 from dcp_engine.staging.arena import Arena
 from dcp_engine.staging.layout import Extent, StagePlan, plan_slots
+from dcp_engine.staging.split import SplitSlots, slots_to_split
+from dcp_engine.staging.state import StagedTensor
 
 __all__ = ["host_as_device"]
 
@@ -45,8 +47,13 @@ class _Event:
         """As the stream's."""
 
 
-def host_as_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a test runs, every tensor of the host is copied by the code that copies a device's; ``stage`` returns a future."""
+def host_as_device(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """While a test runs, every tensor of the host is copied by the code that copies a device's; ``stage`` returns a future.
+
+    Returns:
+        For each staging that may take tensors apart: lengths of the slots that come apart, in bytes.
+    """
+    lengths: list[set[int]] = []
 
     def planned(extents: Sequence[Extent]) -> StagePlan:
         plan = plan_slots(extents)
@@ -55,8 +62,15 @@ def host_as_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(*_: Any) -> nullcontext[None]:
         return nullcontext()
 
+    def chosen(plan: StagePlan, tensors: Sequence[StagedTensor]) -> SplitSlots:
+        found = slots_to_split(plan, tensors)
+        lengths.append({slot.num_bytes for slot in plan.slots if slot.offset in found})
+        return found
+
     monkeypatch.setattr(stager, "plan_slots", planned)
+    monkeypatch.setattr(stager, "slots_to_split", chosen)
     monkeypatch.setattr(Arena, "pin", lambda _: None)
     for name, stand_in in (("Stream", _Stream), ("Event", _Event), ("stream", nothing), ("device", nothing)):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: _Stream())
+    return lengths
