@@ -1,4 +1,4 @@
-"""``split_on_device`` over several ranks: parts that a rank holds alone come apart, what others may hold too is compared and stays whole."""
+"""``split_on_device`` over several ranks: what a rank holds alone comes apart, what others may hold too is compared and stays whole."""
 
 from __future__ import annotations
 
