@@ -39,6 +39,7 @@ from dcp_engine.types import EncodedObject
 __all__ = ["ObjectTarget", "RowValues", "TensorBytes", "TensorTarget", "held_values", "object_bytes", "own_state"]
 
 _COPIED_BYTES = 16384
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def held_values(planner: SavePlanner) -> Iterator[object]:
@@ -96,7 +97,7 @@ class TensorBytes:
             UnsupportedTensorError: the tensor has no plain memory.
         """
         tensor = self.planner.resolve_data(self.item)
-        if isinstance(tensor, torch.Tensor):
+        if type(tensor) in _PLAIN_TYPES:
             tensor = chunk_tensor(tensor)
         if type(tensor) is torch.Tensor and _is_small(tensor, self.sizes, self.dtype):
             # An array that views a tensor takes five times as long to make as these few bytes to copy.

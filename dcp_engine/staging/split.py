@@ -53,7 +53,7 @@ def slots_to_split(plan: StagePlan, tensors: Sequence[StagedTensor]) -> dict[int
             continue
         slot = large[index]
         is_all = view.offset == slot.offset and tensor.local.nbytes == slot.num_bytes and is_packed(tensor.local.shape, view.stride)
-        info = of_tensor_dtype(tensor.local.dtype)
+        info = of_tensor_dtype(tensor.local.dtype, tensor=tensor.name)
         fits = is_all and split_layout(info) is not None and not may_be_replicated(tensor.value)
         if not fits or found.setdefault(slot.offset, info) != info:
             refused.add(slot.offset)

@@ -27,7 +27,10 @@ def weights(seed: int) -> torch.Tensor:
 
 def state_of() -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    wide = init_device_mesh("cpu", (dist.get_world_size(), 1))
     return {
+        "replicated over one": distribute_tensor(weights(6)[:2000], wide, [Shard(0), Replicate()]),
+        "replicated over all": distribute_tensor(weights(7), wide, [Replicate(), Shard(0)]),
         "rows": distribute_tensor(weights(1), mesh, [Shard(0)]),
         "columns": distribute_tensor(weights(2), mesh, [Shard(1)]),
         "bfloat16": distribute_tensor(weights(3).bfloat16(), mesh, [Shard(0)]),
@@ -45,7 +48,7 @@ def save_and_load(path: str) -> None:
             saver.submit(state, writer=ShardWriter(path, codec="planes", threads=1)).result(120)
         stager.close()
         local = {key: value.to_local().nbytes for key, value in state.items() if isinstance(value, DTensor)}
-        assert lengths == [{local["rows"], local["columns"], local["bfloat16"]}]
+        assert lengths == [{local["rows"], local["columns"], local["bfloat16"], local["replicated over one"]}]
     target = {key: torch.zeros_like(value) for key, value in state.items()}
     dcp.load(target, storage_reader=ShardReader(path), planner=ReshardLoadPlanner())
     for key, value in state.items():

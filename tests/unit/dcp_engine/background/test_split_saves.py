@@ -106,7 +106,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("options", [{}, {"level": 3}, {"codec": "auto", "size_target": 0.0}, {"encryption_key": KEY}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"codec": "auto", "size_target": 0.0}, {"encryption_key": KEY}], ids=str)
 def test_a_save_writes_the_files_that_it_would_write_without(tmp_path: Path, split: list[str], options: dict[str, Any]) -> None:
     state = state_of()
     save(tmp_path / "plain", state, split_on_device=False, **options)
