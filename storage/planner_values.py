@@ -97,7 +97,7 @@ class TensorBytes:
             UnsupportedTensorError: the tensor has no plain memory.
         """
         tensor = self.planner.resolve_data(self.item)
-        if type(tensor) in _PLAIN_TYPES:
+        if isinstance(tensor, torch.Tensor) and type(tensor) in _PLAIN_TYPES:
             tensor = chunk_tensor(tensor)
         if type(tensor) is torch.Tensor and _is_small(tensor, self.sizes, self.dtype):
             # An array that views a tensor takes five times as long to make as these few bytes to copy.
