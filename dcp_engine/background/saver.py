@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from dcp_engine import compat
 from dcp_engine.background.failures import one_error
 from dcp_engine.background.handle import SaveHandle, SaveTimings
-from dcp_engine.background.jobs import Executor, SaveJob, SaveOutcome
+from dcp_engine.background.jobs import Executor, SaveJob, SaveOutcome, read_split_tensors
 from dcp_engine.background.priority import Priority
 from dcp_engine.background.process import ProcessExecutor
 from dcp_engine.background.supervisor import Supervisor
@@ -173,7 +173,7 @@ class BackgroundSaver:
             self._enqueue(failed_state(_refusal(earlier, step)), writer, planner, handle, (0.0, 0.0, started))
             raise earlier
         before = self.stager.last_report
-        state = self._stage(state_dict)
+        state = self._stage(state_dict, self._executor.sees_buffers and read_split_tensors(writer, planner or self._planner))
         report = self.stager.last_report
         waited = 0.0 if report is None else report.waited_secs
         self._enqueue(state, writer, planner, handle, (waited, time.monotonic() - started - waited, started))
@@ -236,7 +236,7 @@ class BackgroundSaver:
         self._handles = [handle for handle in self._handles if not handle.done()]
         return failures[0] if failures else None
 
-    def _stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+    def _stage(self, state_dict: Mapping[str, Any], may_split: bool) -> dict[str, Any] | Future[dict[str, Any]]:
         key = None
         try:
             given = {}
@@ -249,7 +249,7 @@ class BackgroundSaver:
                 raise failure from error
             failure.rank = dist.get_rank() if dist.is_initialized() else None
             return failed_state(failure)  # the other ranks save: they must get an error, and not be left waiting
-        return self.stager.stage(given)
+        return self.stager.stage(given, may_split=may_split)
 
     def _enqueue(
         self,
