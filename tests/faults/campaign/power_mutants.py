@@ -16,7 +16,19 @@ from faults.campaign.recorded_calls import Fault
 
 from dcp_engine.storage import verify
 
-__all__ = ["EQUIVALENT", "Mutant", "equivalent", "failed_saves", "mutants", "step_of"]
+__all__ = [
+    "EQUIVALENT",
+    "Mutant",
+    "dropped",
+    "equivalent",
+    "failed_saves",
+    "from_fault",
+    "in_file_order",
+    "mutants",
+    "step_of",
+    "swapped",
+    "with_faults",
+]
 
 EQUIVALENT: tuple[tuple[str, str], ...] = (
     (
@@ -73,30 +85,37 @@ def mutants() -> list[Mutant]:
     """All of them."""
     found: list[Mutant] = []
     for trace in _bases():
-        found += [*_dropped(trace), *_swapped(trace)]
+        found += [*dropped(trace), *swapped(trace)]
     return [*found, _early_latest(), *_swallowed(), *_careless_readers()]
 
 
 def failed_saves() -> list[Trace]:
     """Real saves that meet an error in a write, flush or close, each in turn: the engine must give up, and leave nothing bad."""
-    return [trace for scenario in (first_save, overwrite) for trace in _with_faults(scenario, swallowed=False)]
+    return [trace for scenario in (first_save, overwrite) for trace in with_faults(scenario, swallowed=False, act=scenario is overwrite)]
 
 
 def _bases() -> list[Trace]:
     return [
-        _in_file_order(record(first_save, 1)),
-        _in_file_order(record(next_save, 2)),
-        _in_file_order(record(overwrite, 1)),
-        _in_file_order(record(overwrite, 1, can_exchange=False)),
-        _in_file_order(record(move_latest, 1)),
+        in_file_order(record(first_save, 1)),
+        in_file_order(record(next_save, 2)),
+        in_file_order(record(overwrite, 1)),
+        in_file_order(record(overwrite, 1, can_exchange=False)),
+        in_file_order(record(move_latest, 1)),
         record(retirement, 1),
     ]
 
 
-def _with_faults(scenario: Callable[[Recording], None], *, swallowed: bool) -> Iterator[Trace]:
+def with_faults(scenario: Callable[[Recording], None], *, swallowed: bool, act: int = 0, can_exchange: bool = True) -> Iterator[Trace]:
+    """A scenario with an error in each write, flush or close of one of its acts, each in turn.
+
+    Args:
+        swallowed: the caller is not told.
+        act: which one, from 0: a save, or whatever else is noted as such.
+        can_exchange: the file system swaps two names in one step.
+    """
     for call in ("pwritev", "fsync", "close"):
         for index in count():
-            trace = record(scenario, 1, fault=Fault(call, index, swallowed, save=scenario is overwrite))
+            trace = record(scenario, 1, can_exchange=can_exchange, fault=Fault(call, index, swallowed, act=act))
             if not trace.hit:
                 break
             yield trace
@@ -125,7 +144,7 @@ def step_of(event: Event) -> str:
     return f"write {name}"
 
 
-def _in_file_order(trace: Trace) -> Trace:
+def in_file_order(trace: Trace) -> Trace:
     """The same trace with the calls on one shard file together, which threads have mixed: its mutants have names that stay."""
     events: list[Event] = []
     for is_shard, group in groupby(trace.events, lambda event: event.path.endswith(".shard") and step_of(event) != "remove old"):
@@ -140,7 +159,7 @@ def _changed(trace: Trace, what: str, events: Sequence[Event]) -> Trace:
     return replace(trace, name=f"{trace.name}: {what}", events=(*trace.events[: trace.begin], *events), begin=trace.begin + first)
 
 
-def _dropped(trace: Trace) -> Iterator[Mutant]:
+def dropped(trace: Trace) -> Iterator[Mutant]:
     """Each flush left out."""
     events = trace.events[trace.begin :]
     seen: Counter[str] = Counter()
@@ -152,7 +171,7 @@ def _dropped(trace: Trace) -> Iterator[Mutant]:
             yield Mutant(changed.name, changed)
 
 
-def _swapped(trace: Trace) -> Iterator[Mutant]:
+def swapped(trace: Trace) -> Iterator[Mutant]:
     """Each step before the one that it should follow."""
     steps = [(step, list(group)) for step, group in groupby(trace.events[trace.begin + 1 :], step_of)]
     for index in range(len(steps) - 1):
@@ -165,7 +184,7 @@ def _swapped(trace: Trace) -> Iterator[Mutant]:
 
 def _early_latest() -> Mutant:
     """LATEST moved, with all its flushes, while the step that it names is not yet durable."""
-    trace = _in_file_order(record(move_latest, 1))
+    trace = in_file_order(record(move_latest, 1))
     events = trace.events[trace.begin :]
     steps = [step_of(event) for event in events]
     published, written = steps.index("publish step-00000002") + 1, steps.index("write LATEST")
@@ -178,9 +197,13 @@ def _early_latest() -> Mutant:
 def _swallowed() -> Iterator[Mutant]:
     """Each error of a write, flush or close ignored."""
     for scenario in (first_save, overwrite):
-        for trace in _with_faults(scenario, swallowed=True):
-            begin = next(index for index, event in enumerate(trace.events) if is_fault(event))
-            yield Mutant(trace.name, replace(trace, begin=begin))
+        for trace in with_faults(scenario, swallowed=True, act=scenario is overwrite):
+            yield Mutant(trace.name, from_fault(trace))
+
+
+def from_fault(trace: Trace) -> Trace:
+    """The trace, judged from its error on: all before is right."""
+    return replace(trace, begin=next(index for index, event in enumerate(trace.events) if is_fault(event)))
 
 
 def is_fault(event: Event) -> bool:
@@ -190,7 +213,7 @@ def is_fault(event: Event) -> bool:
 
 def _careless_readers() -> Iterator[Mutant]:
     """Readers that skip a digest, given a file that was not flushed."""
-    base = next(mutant.trace for mutant in _dropped(_in_file_order(record(first_save, 1))) if "no flush model-00000.shard" in mutant.name)
+    base = next(mutant.trace for mutant in dropped(in_file_order(record(first_save, 1))) if "no flush model-00000.shard" in mutant.name)
     yield Mutant("load does not check digests", base, verifies=False, shows=lambda text: "SILENT: load gives what nobody saved" in text)
     yield Mutant(
         "verify does not check digests",
