@@ -1,4 +1,4 @@
-"""What somebody changes who repairs all that vouches for it, as far as the keys that he lacks let him: each breaks one link of the chain."""
+"""What somebody changes who repairs all that vouches for it, as far as he has the keys: each breaks one link of the chain."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ __all__ = ["EQUIVALENT", "PART", "PROMISE", "TITLE", "Bench", "Found", "equivale
 PART = "readers"
 TITLE = "Readers that skip a check"
 PROMISE = (
-    "each check between the bytes of a checkpoint and its reader is needed: without it some damage or forgery that is put here gets through, "
+    "each check between the bytes of a checkpoint and its reader is needed: without it damage or a forgery that is put here gets through, "
     "or it is said which other check finds the same"
 )
 
@@ -39,8 +39,8 @@ _DAMAGED_KINDS = ("plain", "secret")
 EQUIVALENT: tuple[tuple[str, str], ...] = (
     (
         r"envelope\.check_header: len\(found\)|envelope\.parse_record: len\(data\)",
-        "Whoever calls it reads that many bytes, or is told by the storage that there are fewer; a MANIFEST that is shorter than its record "
-        "is refused by the size that COMPLETE names. It is for those who get the bytes in another way.",
+        "Whoever calls it reads that many bytes, or is told by the storage that there are fewer; a MANIFEST shorter than its record is "
+        "refused by the size that COMPLETE names. It is for those who get the bytes in another way.",
     ),
     (
         r"envelope\.open_body: except zstandard\.ZstdError",
