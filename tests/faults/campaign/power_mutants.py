@@ -38,11 +38,11 @@ EQUIVALENT: tuple[tuple[str, str], ...] = (
     ),
     (
         r"first_save of 1, EIO of fsync 2 swallowed|overwrite of 1, EIO of fsync 0 swallowed",
-        "The flush that failed is of the attempt's name alone, and what it can lose for good is that name. Its bytes and the names in it are "
-        "made durable by flushes of their own. The rename that publishes takes that name away, and makes the one that counts after the error, "
-        "so that no kernel has marked it clean, and the flush after the rename covers it. So every state that a power cut can leave is one of "
-        "the right protocol, but for that name: ``test_campaign_power.py`` goes through all of them. While names are exchanged, or there was "
-        "no step, nothing promised hangs on it; with two renames it does, and the same error is caught: part ``power_root``.",
+        "The flush that failed is of the attempt's name alone, and what it can lose for good is that name: its bytes and the names in it "
+        "are made durable by flushes of their own. The rename that publishes takes that name away, and makes the one that counts after "
+        "the error, so that no kernel has marked it clean, and the flush after the rename covers it. So every state that a power cut can "
+        "leave is one of the right protocol, but for that name: ``test_campaign_power.py`` goes through all of them. While names are "
+        "exchanged, or there was no step, nothing promised hangs on it. With two renames something does: part ``power_root`` catches it.",
     ),
     (r".*: write \S+ before flush job", "As long as both are done before the attempt is published, their order is all the same."),
     (r"move_latest.*: write LATEST before saved", "The new LATEST is written under another name, which no reader opens."),

@@ -52,7 +52,7 @@ EQUIVALENT: tuple[tuple[str, str], ...] = (
     ),
     (
         r".*: flush \.epochs before flush 0+\d",
-        "Likewise a file's name and its bytes. An epoch whose claim has not returned binds nobody: its name is but a number taken.",
+        "Likewise a file's name and bytes. An epoch whose claim has not returned binds nobody: its name is but a number taken.",
     ),
     (
         r"overtaking of \d: set old aside before flush \.epochs",
