@@ -23,7 +23,9 @@ from dcp_engine.storage.attempts import read_marker
 from dcp_engine.storage.backends import locate, resolve
 from dcp_engine.storage.backends.calls import system
 from dcp_engine.storage.backends.failures import storage_failure
+from dcp_engine.storage.keys import KeySource, SecretKey, secret_key
 from dcp_engine.storage.limits import MAX_STEP
+from dcp_engine.storage.signing import check_signature
 
 __all__ = ["STEP_NAME", "committed_steps", "parse_step_name", "step_name"]
 
@@ -58,7 +60,9 @@ def parse_step_name(name: str) -> int | None:
     return int(match[1]) if match and int(match[1]) <= MAX_STEP else None
 
 
-def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> list[int]:
+def committed_steps(
+    root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, signing_key: KeySource | None = None
+) -> list[int]:
     """The committed steps in a directory, in ascending order.
 
     A step counts if its directory (no symbolic link) has the exact name and its COMPLETE is whole. One of a newer format version counts:
@@ -67,17 +71,22 @@ def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[st
     Args:
         root: directory or URL.
         storage_options: keyword arguments of the fsspec file system of a URL, and ``request_timeout_secs``.
+        signing_key: what must have signed the COMPLETE of a step that counts: bytes, the path of a file, or a callable; ``None``: any
+            counts. That a signed step was copied to the name of another one is not seen here, but by ``RunRoot.latest``.
 
     Returns:
         empty, where the directory does not exist or is no directory.
 
     Raises:
         StorageError: the directory, or a COMPLETE in it, cannot be read.
-        InvalidOptionError: the path cannot be one.
+        InvalidOptionError: the path cannot be one, or the key cannot be had.
 
     Thread-safety: callable from any thread.
     """
     location = locate(root)
+    key = secret_key(signing_key, "signing_key")
+    if key is not None:
+        key = SecretKey(key.material(), "signing_key")  # read once, not for each step
     try:
         names = resolve(location, storage_options).names()
     except StorageError as error:
@@ -93,7 +102,9 @@ def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[st
         if not place.remote and not _is_directory(place.path):
             continue
         try:
-            read_marker(resolve(place, storage_options))
+            marker = read_marker(resolve(place, storage_options))
+            if key is not None:
+                check_signature(marker, key, path=place.path)
         except UnsupportedVersionError:
             pass  # committed, by a newer release
         except (MissingFileError, RetiredError):

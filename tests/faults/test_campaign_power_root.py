@@ -41,8 +41,8 @@ def test_each_flush_each_order_and_each_error_has_a_mutant() -> None:
     names = list(all_mutants())
     assert len(names) == len(set(names))
     dropped = [name for name in names if ": no flush" in name]
-    # Two directories above the root, the root, the epoch and its directory; the epoch, its directory, and the root without an attempt; the new
-    # LATEST and the root, and the root for each step that goes; the root, the epoch and its directory.
+    # Two directories above the root, the root, the epoch and its directory; the epoch, its directory, and the root without an attempt; the
+    # new LATEST and the root, and the root for each step that goes; the root, the epoch and its directory.
     assert [sum(name.startswith(f"{scenario.__name__} of") for name in dropped) for scenario in SCENARIOS] == [5, 3, 4, 3]
     assert not any(map(equivalent, dropped))
     swallowed = [name for name in names if name.endswith("swallowed")]

@@ -52,12 +52,12 @@ EQUIVALENT: tuple[tuple[str, str], ...] = (
     ),
     (
         r".*: flush \.epochs before flush 0+\d",
-        "Likewise a file's name and bytes. An epoch whose claim has not returned binds nobody: its name is but a number taken.",
+        "Likewise a file's name and bytes. An epoch whose claim has not returned binds nobody: its name is a number taken.",
     ),
     (
         r"overtaking of \d: set old aside before flush \.epochs",
-        "Attempts may be taken away before the new epoch is durable: if that is lost, so is the run that made it. That others see the epoch "
-        "first is what stops a writer who lives: see part ``writers``.",
+        "Attempts may be taken away before the new epoch is durable: if that is lost, so is the run that made it. That others see the "
+        "epoch first is what stops a writer who lives: see part ``writers``.",
     ),
     (
         r"(overtaking|rescue) of \d: (write LATEST before claimed|remove old before write LATEST)|"
