@@ -75,8 +75,8 @@ class RunRoot:
     Args:
         path: directory or URL. It need not exist.
         storage_options: keyword arguments of the fsspec file system of a URL, and ``request_timeout_secs``, as for ``ShardWriter``.
-        signing_key: as that of :class:`~dcp_engine.storage.writer.ShardWriter`. A step not signed with it is no good one: ``steps``, ``latest``
-            and ``decide`` pass it over, and for ``prune``, ``retire`` and ``clean`` it counts as damaged.
+        signing_key: as that of :class:`~dcp_engine.storage.writer.ShardWriter`. What is not signed with it is no good step: ``steps``,
+            ``latest`` and ``decide`` pass it over, and for ``prune``, ``retire`` and ``clean`` it counts as damaged.
 
     Raises:
         InvalidOptionError: the path cannot be one, there is no driver for the URL, or the key is none.

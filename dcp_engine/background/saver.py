@@ -69,7 +69,7 @@ class BackgroundSaver:
     read it, the next ``submit`` does.
 
     A process that ends early (return, exception, ``sys.exit``) first gives saves under way ``exit_wait_secs``. What is not done then is
-    not published.
+    not published. Where the process group's store does not answer, the end waits for it for ``failure_secs`` at most.
 
     Args:
         stager: None makes one that belongs to the saver, with shared memory where the executor is a process.
