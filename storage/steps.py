@@ -61,7 +61,10 @@ def parse_step_name(name: str) -> int | None:
 
 
 def committed_steps(
-    root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, signing_key: KeySource | None = None
+    root: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    signing_key: KeySource | SecretKey | None = None,
 ) -> list[int]:
     """The committed steps in a directory, in ascending order.
 
