@@ -122,7 +122,7 @@ class RunRoot:
             run_id: name of the run, which others are told who were overtaken.
 
         Raises:
-            InvalidOptionError: the path is a file or itself a checkpoint, or ``run_id`` is no name.
+            InvalidOptionError: the path is a file, a checkpoint or in a step of another root, or ``run_id`` is no name.
             FencedError: somebody else has claimed the epoch after this one meanwhile.
             StorageError kinds: nothing can be written there, or it cannot be told who claimed it.
         """
