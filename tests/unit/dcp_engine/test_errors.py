@@ -63,6 +63,10 @@ KINDS = {
     "RankLostError": "rank_lost",
     "ExchangeBrokenError": "exchange_broken",
     "DataOrderError": "data_order",
+    "ResumeTestError": "resume_test",
+    "ResumeMismatchError": "resume_mismatch",
+    "LegFailedError": "leg_failed",
+    "StoppedOnPurposeError": "stopped_on_purpose",
 }
 BUILTIN_BASES = {
     "UsageError": ValueError,
@@ -73,6 +77,7 @@ BUILTIN_BASES = {
     "StorageError": OSError,
     "StoragePermissionError": PermissionError,
     "CheckpointExistsError": FileExistsError,
+    "ResumeMismatchError": AssertionError,
 }
 PLACE = {
     "step": 41000,
@@ -86,6 +91,7 @@ PLACE = {
     "remedy": "use another checkpoint",
 }
 EXTRA = {
+    "ResumeMismatchError": {"what": "rng", "report": None},
     "ReplicaMismatchError": {"keys": ("a", "b"), "ranks": (((0, 1), (2,)), ((0,), (1, 2)))},
     "KeyMismatchError": {"missing": ("a",), "unexpected": ("b", "c")},
     "StorageError": {"errno": 28},
