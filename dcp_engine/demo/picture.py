@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dcp_engine.demo.compare import RELATIVE_TOLERANCE, relative_difference
 from dcp_engine.demo.records import LegRecords
 from dcp_engine.demo.schedule import Drop, Leg
+from dcp_engine.testing.compare import RELATIVE_TOLERANCE, relative_difference
 
 __all__ = ["draw_losses"]
 

@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
-__all__ = ["RecordWriter", "Scalar", "StepRecord", "read_records"]
+__all__ = ["RecordWriter", "Scalar", "StepRecord", "read_records", "step_record_of"]
 
 Scalar = float | int | bool | str | None
 
@@ -70,9 +71,10 @@ def read_records(path: str) -> tuple[StepRecord, ...]:
         return ()
     with open(path, encoding="utf-8") as file:
         lines = file.read().split("\n")[:-1]
-    records = []
-    for line in lines:
-        fields = json.loads(line)
-        batch = fields["batch"]
-        records.append(StepRecord(**{**fields, "lr": tuple(fields["lr"]), "batch": tuple(batch) if isinstance(batch, list) else batch}))
-    return tuple(records)
+    return tuple(step_record_of(**json.loads(line)) for line in lines)
+
+
+def step_record_of(**fields: Any) -> StepRecord:
+    """The record of what JSON made of its fields: it has no tuples."""
+    batch = fields["batch"]
+    return StepRecord(**{**fields, "lr": tuple(fields["lr"]), "batch": tuple(batch) if isinstance(batch, list) else batch})
