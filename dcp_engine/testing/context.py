@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from dcp_engine.errors import InvalidOptionError, StoppedOnPurposeError, UsageError
@@ -63,7 +64,7 @@ class RunContext:
         self._stopping = False
         for number, stop in self._stops:
             if stop.point in SAVE_POINTS or stop.unfinished_save is not None:
-                watch = SaveWatch(root, stop, current_step=lambda: self._step, reached=lambda n=number, s=stop: self._end(n, s))
+                watch = SaveWatch(root, stop, current_step=lambda: self._step, reached=partial(self._end, number, stop))
                 watch.start()
 
     @property

@@ -182,7 +182,7 @@ class _Ranks:
         self._pids: list[int] = []
         self._killed: set[int] = set()
         # In this process, which no rank can take down, and on a port that nobody else can take before the ranks have it.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
     def start(self, rank: int, job: dict[str, Any]) -> None:
         path = self._folder / f"job-{rank:05d}"
