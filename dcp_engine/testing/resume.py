@@ -20,8 +20,8 @@ from dcp_engine.testing.verdict import Verdict
 
 __all__ = ["assert_resume_equal", "check_resume"]
 
-_SEEDS: Final = 1000
-"""What a leg resumes with must not be what a fresh one starts with: so much is added for each."""
+_SEED_STEP: Final = 1000
+"""Generators of a leg that resumes must not be by chance where those of a fresh start are: so much is added to the seed for each."""
 
 
 def assert_resume_equal(
@@ -120,7 +120,8 @@ def check_resume(
         runner = _Runner(starter, target, place, seed, timeout_secs, grace_secs)
         verdict = Verdict(straight or runner.straight(plans[0].layout), tolerance=tolerance)
         for number, plan in enumerate(plans):
-            run = runner.leg(plan, root="checkpoints", seed=seed + _SEEDS * number)
+            begins_afresh = plan.resumes_at == 0
+            run = runner.leg(plan, root="checkpoints", seed=seed if begins_afresh else seed + _SEED_STEP * number)
             verdict.add(plan, run.records, exit_statuses=run.exit_statuses)
             if not verdict.holds:
                 break

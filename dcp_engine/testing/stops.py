@@ -36,7 +36,8 @@ class StopAt:
         ranks: to which it happens; None: to all. When some were killed, the others have a while to end, as under torchrun.
         unfinished_save: step from which on saves in other threads come no further than to their first file, so that the stop finds them
             unfinished. None: saves are left alone.
-        resumes_at: step of the checkpoint that the next leg must start from, 0 for a fresh start; None: any, but no fresh start.
+        resumes_at: step of the checkpoint that the next leg must start from; 0: it must start afresh, since the stop comes before the first
+            save; None: any step, but no fresh start.
 
     Raises:
         InvalidOptionError: these do not go together; says which do.

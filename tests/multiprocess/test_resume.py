@@ -183,7 +183,7 @@ def test_four_two_four_ranks_take_every_sample_once(compared: Comparisons) -> No
 
 
 def test_run_that_begins_afresh_is_no_resume(compared: Comparisons) -> None:
-    report = compared(20, resumes=False)
+    report = compared(20, save_every=100)
     assert (report.what, [problem.text for problem in report.problems]) == ("progress", ["leg-2 began afresh: nothing was resumed"])
 
 

@@ -130,7 +130,6 @@ def train(
     saves: str = "sync",
     saves_at_stop: bool = False,
     heeds_sigterm: bool = False,
-    resumes: bool = True,
     drop: str = "",
     batch: int = 8,
     num_samples: int = 200,
@@ -147,7 +146,6 @@ def train(
         saves: ``"sync"`` or ``"async"``.
         saves_at_stop: also when it is told to leave.
         heeds_sigterm: all ranks leave after the same step when one of them gets the signal.
-        resumes: whether it does, where it should.
         drop: component that a resume loses; ``"cursor"``: the position in the data is one batch too far.
         batch: samples of all ranks in a step.
         num_samples: of an epoch.
@@ -160,7 +158,7 @@ def train(
     if heeds_sigterm:
         signal.signal(signal.SIGTERM, lambda number, frame: notice.fill_(1.0))
     training = Training(run, batch=batch, num_samples=num_samples, shared_rng=shared_rng)
-    if run.resume and resumes:
+    if run.resume:
         training.resume(run, drop)
     batches = training.batches()
     saver = BackgroundSaver() if saves == "async" else None
