@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.resume_runs import train
 
-from dcp_engine.errors import InvalidOptionError, LegFailedError, ResumeMismatchError
+from dcp_engine.errors import ClosedError, InvalidOptionError, LegFailedError, ResumeMismatchError
 from dcp_engine.testing import Layout, RankProcesses, ResumeReport, RunContext, StopAt, assert_resume_equal, check_resume
 from dcp_engine.testing.report import StraightRun
 
@@ -246,8 +247,8 @@ def test_straight_run_of_another_layout_is_refused() -> None:
 
 
 def draw_each_alone(run: RunContext) -> None:
-    torch.manual_seed(100 + run.rank)
     for step in run.steps(after=1 if run.resume else 0, last=2):
+        torch.manual_seed(10 * step + run.rank)
         run.record(step, loss=1.0, draws=torch.rand(2), own=run.rank)
 
 
@@ -255,3 +256,25 @@ def test_what_differs_between_ranks_is_not_compared_on_another_number_and_said_s
     report = check_resume(draw_each_alone, stop_at=[1], layouts=[2, 1], processes=processes)
     assert report.problems == ()
     assert report.not_compared == ("draws", "generators 'torch'", "values 'own'")
+
+
+def test_closed_processes_start_no_rank(tmp_path: Path) -> None:
+    processes = RankProcesses()
+    processes.close()
+    processes.close()
+    with pytest.raises(ClosedError):
+        processes.start(tmp_path / "job", log=tmp_path / "log", environment={})
+
+
+def test_folder_in_use_is_refused_and_a_new_one_is_kept(processes: RankProcesses, tmp_path: Path) -> None:
+    report = assert_resume_equal(draw_each_alone, stop_at=[1], folder=tmp_path / "new", processes=processes)
+    assert report.holds
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "checkpoints",
+        "leg-1",
+        "leg-2",
+        "straight",
+        "straight-checkpoints",
+    ]
+    with pytest.raises(InvalidOptionError, match="not empty"):
+        assert_resume_equal(draw_each_alone, stop_at=[1], folder=tmp_path / "new", processes=processes)
