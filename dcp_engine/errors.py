@@ -50,11 +50,15 @@
     │   ├── EarlierSaveFailedError         not saved: a rank raised the failure of an earlier save instead
     │   ├── SaverBusyError                 not saved: an earlier save was under way, and waiting for it was not wanted
     │   └── SaveTimeoutError               the save is not done within the time that was given; it goes on
-    └── CoordinationError                  ranks do not agree
-        ├── RankDisagreementError          ranks see different checkpoints or file systems
-        ├── PlanError                      the global plan does not cover the state exactly once
-        ├── RankFailedError                a rank failed, with an error that is not of the engine
-        └── ExchangeBrokenError            ranks lost each other, most likely since another one failed
+    ├── CoordinationError                  ranks do not agree
+    │   ├── RankDisagreementError          ranks see different checkpoints or file systems
+    │   ├── PlanError                      the global plan does not cover the state exactly once
+    │   ├── RankFailedError                a rank failed, with an error that is not of the engine
+    │   └── ExchangeBrokenError            ranks lost each other, most likely since another one failed
+    └── ResumeTestError                    a test of a resumed run says no; look at what it names
+        ├── ResumeMismatchError            the resumed run is another one (also an AssertionError)
+        ├── LegFailedError                 a leg of the run failed, hung, or was never at its stop
+        └── StoppedOnPurposeError          raised inside a run that is to end by an exception
 
 An error carries a stable ``kind`` (append-only; scripts may match on it) and the place where it happened as attributes:
 ``step``, ``path``, ``file``, ``tensor``, ``rank``, ``phase``, ``expected``, ``found``, ``remedy``. Each is ``None`` where it does not
@@ -536,3 +540,38 @@ class ExchangeBrokenError(CoordinationError):
     """Ranks cannot reach each other: a consequence of what happened to another rank, most likely."""
 
     kind = "exchange_broken"
+
+
+class ResumeTestError(DcpEngineError):
+    """A comparison of a resumed run with one that never stopped did not come out, or not well."""
+
+    kind = "resume_test"
+
+
+class ResumeMismatchError(ResumeTestError, AssertionError):
+    """A run that was stopped and resumed is another one than the run that never stopped.
+
+    Attributes:
+        what: the part of the state that differs first: ``data``, ``rng``, ``scheduler``, ``scaler``, ``progress``, ``model``,
+            ``optimizer``, ``values``, or another component.
+        report: the ``ResumeReport``; None where there is none.
+    """
+
+    kind = "resume_mismatch"
+
+    def __init__(self, message: str, *, what: str = "", report: Any = None, **place: Any) -> None:
+        super().__init__(message, **place)
+        self.what = what
+        self.report = report
+
+
+class LegFailedError(ResumeTestError):
+    """A leg of a run that is compared did not do what it had to: it failed, hung, was never at its stop, or told nothing."""
+
+    kind = "leg_failed"
+
+
+class StoppedOnPurposeError(ResumeTestError):
+    """Raised inside a run that is compared, because it is to end by an exception there."""
+
+    kind = "stopped_on_purpose"

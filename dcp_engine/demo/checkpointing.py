@@ -16,20 +16,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from dcp_engine.background import BackgroundSaver, SaveHandle
 from dcp_engine.demo.records import SaveRecord
 from dcp_engine.errors import CheckpointNotFoundError
-from dcp_engine.planners.load import ReshardLoadPlanner
 from dcp_engine.planners.save import BalancedSavePlanner
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.publish import open_checkpoint
-from dcp_engine.storage.reader import ShardReader
 from dcp_engine.storage.steps import committed_steps, step_name
 from dcp_engine.storage.writer import ShardWriter
 
-__all__ = ["AsyncSaver", "DyingSavePlanner", "load_newest"]
+__all__ = ["AsyncSaver", "DyingSavePlanner", "newest_step"]
 
 
 class DyingSavePlanner(BalancedSavePlanner):
@@ -141,19 +138,14 @@ def _sizes(path: str) -> tuple[int, int]:
     return int(manifest.table.block_raw_bytes.sum()), len(opened.manifest_bytes) + sum(file.size_bytes for file in manifest.files)
 
 
-def load_newest(root: str, state: dict[str, Any]) -> int:
-    """Loads the newest complete step into ``state``, in place. All ranks call it; the first decides which step that is.
-
-    Returns:
-        The step.
+def newest_step(root: str) -> int:
+    """The newest complete step. All ranks call it; the first decides.
 
     Raises:
         CheckpointNotFoundError: there is none, on every rank.
     """
     newest = [max(committed_steps(root), default=None) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(newest)
-    step = newest[0]
-    if step is None:
+    if newest[0] is None:
         raise CheckpointNotFoundError("there is no complete step to resume from", path=root)
-    load(state, storage_reader=ShardReader(os.path.join(root, step_name(step))), planner=ReshardLoadPlanner())
-    return step
+    return newest[0]

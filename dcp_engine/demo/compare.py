@@ -1,4 +1,7 @@
-"""The proof: every step of the run under test is held against the run that never stopped. No I/O and no torch."""
+"""The proof: the jobs of the run under test did what they had to, and each of their steps is that of the run that never stopped.
+
+:mod:`dcp_engine.testing.compare` holds steps against each other. No I/O and no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +10,9 @@ from dataclasses import dataclass
 
 from dcp_engine.demo.records import LegRecords, StepRecord
 from dcp_engine.demo.schedule import Leg
+from dcp_engine.testing.compare import RELATIVE_TOLERANCE, Row, compare_step
 
-__all__ = ["RELATIVE_TOLERANCE", "Comparison", "Crash", "Row", "compare", "relative_difference"]
-
-RELATIVE_TOLERANCE = 1e-4
-"""For loss and gradient norm once the layout has been another: sums in another order round differently."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One step of one job of the run under test, against the reference.
-
-    Attributes:
-        leg: name of the job.
-        layout: how the model lay over its ranks.
-        step: training step.
-        loss: of the run under test.
-        reference_loss: of the run that never stopped.
-        loss_difference: relative; 0 means equal bit for bit.
-        grad_norm_difference: relative; 0 means equal bit for bit.
-        tolerance: largest relative difference of loss and gradient norm that is allowed; 0 demands equal bits.
-        fault: part of the state that differs first in this row (``data``, ``rng``, ``scheduler``, ``model``, ``optimizer``); None if none.
-        reason: what the fault shows, in words; empty without one.
-    """
-
-    leg: str
-    layout: str
-    step: int
-    loss: float
-    reference_loss: float
-    loss_difference: float
-    grad_norm_difference: float
-    tolerance: float
-    fault: str | None
-    reason: str
+__all__ = ["Comparison", "Crash", "compare"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +60,7 @@ def compare(reference: LegRecords, legs: Sequence[tuple[Leg, LegRecords]], crash
     """Holds jobs against the reference.
 
     Demanded of every step: the same documents, random draws, learning rate and bytes, exactly; the same loss and gradient norm, bit for
-    bit while neither the layout nor any earlier one was another than the reference's, else within :data:`RELATIVE_TOLERANCE`. Demanded
+    bit while neither the layout nor any earlier one was another than the reference's, else within ``RELATIVE_TOLERANCE``. Demanded
     of every job: that it started from the checkpoint it had to, and trained and published every step of its share.
 
     Args:
@@ -148,43 +120,11 @@ def _span(steps: Sequence[int]) -> str:
 
 
 def _row(leg: Leg, layout: str, record: StepRecord, reference: Mapping[int, StepRecord]) -> Row:
-    expected = reference[record.step]
-    tolerance = 0.0 if leg.bitwise else RELATIVE_TOLERANCE
-    fault, reason = _fault(record, expected, tolerance=tolerance, is_first=leg.resumed_from is not None and record.step == leg.first_step)
-    return Row(
+    return compare_step(
+        reference[record.step],
+        record,
         leg=leg.name,
         layout=layout,
-        step=record.step,
-        loss=record.loss,
-        reference_loss=expected.loss,
-        loss_difference=relative_difference(record.loss, expected.loss),
-        grad_norm_difference=relative_difference(record.grad_norm, expected.grad_norm),
-        tolerance=tolerance,
-        fault=fault,
-        reason=reason,
+        tolerance=0.0 if leg.bitwise else RELATIVE_TOLERANCE,
+        is_first=leg.resumed_from is not None and record.step == leg.first_step,
     )
-
-
-def _fault(record: StepRecord, expected: StepRecord, *, tolerance: float, is_first: bool) -> tuple[str | None, str]:
-    """What differs first, in the order of cause and effect: a wrong batch changes the loss, so the loss is asked last."""
-    if record.documents != expected.documents:
-        return "data", "another place in the data"
-    if record.draws != expected.draws:
-        return "rng", "other random numbers were drawn"
-    if record.lr != expected.lr:
-        return "scheduler", f"learning rate {record.lr:.6g} instead of {expected.lr:.6g}"
-    if record.tokens != expected.tokens:
-        return "data", "the text itself is another"
-    for name, found, wanted in (("loss", record.loss, expected.loss), ("gradient norm", record.grad_norm, expected.grad_norm)):
-        difference = relative_difference(found, wanted)
-        if not difference <= tolerance:
-            # The first step of a resumed job is computed before the optimizer has moved anything: only the weights can be wrong there.
-            return "model" if is_first else "optimizer", f"{name} {found:.8g} instead of {wanted:.8g}, {difference:.1e} relative"
-    return None, ""
-
-
-def relative_difference(found: float, expected: float) -> float:
-    """``(found - expected) / expected`` without its sign; exactly 0 for equal values, NaN where either is NaN."""
-    if found == expected:
-        return 0.0
-    return abs(found - expected) / abs(expected) if expected else float("inf")

@@ -40,13 +40,13 @@ class Batch:
 
     Attributes:
         tokens: int64 [num_windows, window_bytes + 1]; inputs are all but the last column, targets all but the first.
-        documents_digest: hex digest of the indices of the documents: what the cursor decided.
+        documents: indices of the documents, one for each window: what the cursor decided.
         draws_digest: hex digest of the random numbers, before they were turned into positions: what the generator decided.
         tokens_digest: hex digest of the bytes themselves.
     """
 
     tokens: torch.Tensor
-    documents_digest: str
+    documents: tuple[int, ...]
     draws_digest: str
     tokens_digest: str
 
@@ -121,7 +121,7 @@ def draw_batch(corpus: Corpus, cursor: int, *, num_windows: int, window_bytes: i
     tokens = torch.stack(windows)
     return Batch(
         tokens=tokens.to(torch.int64),
-        documents_digest=_digest(repr(indices).encode()),
+        documents=tuple(indices),
         draws_digest=_digest(draws.numpy().tobytes()),
         tokens_digest=_digest(tokens.numpy().tobytes()),
     )

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dcp_engine.demo.compare import RELATIVE_TOLERANCE, relative_difference
-from dcp_engine.demo.records import LegRecords
+from dcp_engine.demo.records import LegRecords, StepRecord
 from dcp_engine.demo.schedule import Drop, Leg
+from dcp_engine.testing.compare import RELATIVE_TOLERANCE, relative_difference
 
 __all__ = ["draw_losses"]
 
@@ -31,14 +31,14 @@ def draw_losses(path: Path, legs: Sequence[tuple[Leg, LegRecords]], *, drop: Dro
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     reference = legs[0][1]
     worst = 0.0
-    by_step = {record.step: record.loss for record in reference.steps}
+    by_step = {record.step: _loss(record) for record in reference.steps}
     losses.plot(list(by_step), list(by_step.values()), color="0.75", linewidth=5, label="reference: never stops, 4 ranks")
     for (leg, records), marker in zip(legs[1:], _MARKERS, strict=False):
         steps = [record.step for record in records.steps]
         style = {"color": "black", "linewidth": 0.8, "marker": marker, "markersize": 5, "markerfacecolor": "none"}
         layout = f", {records.start.layout}" if records.start is not None else ""
-        losses.plot(steps, [record.loss for record in records.steps], label=f"{leg.title}{layout}", **style)
-        relative = [relative_difference(record.loss, by_step[record.step]) for record in records.steps]
+        losses.plot(steps, [_loss(record) for record in records.steps], label=f"{leg.title}{layout}", **style)
+        relative = [relative_difference(_loss(record), by_step[record.step]) for record in records.steps]
         worst = max([worst, *filter(math.isfinite, relative)])
         differences.plot(steps, relative, **style)
         if leg.die_at:
@@ -64,3 +64,7 @@ def draw_losses(path: Path, legs: Sequence[tuple[Leg, LegRecords]], *, drop: Dro
     differences.set_ylabel("relative difference of the loss")
     differences.set_xlabel("step")
     figure.savefig(path, dpi=130)
+
+
+def _loss(record: StepRecord) -> float:
+    return math.nan if record.loss is None else record.loss

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+
+from dcp_engine.testing.records import StepRecord, step_record_of
 
 __all__ = ["LegRecords", "RecordWriter", "SaveRecord", "StartRecord", "StepRecord", "read_records"]
 
@@ -31,29 +34,6 @@ class StartRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """One training step. Everything in it was measured before the optimizer moved the weights.
-
-    Attributes:
-        step: from 1.
-        loss: mean over the global batch.
-        grad_norm: of all gradients, before clipping.
-        lr: learning rate of this step.
-        documents: digest of the documents that the data cursor chose.
-        draws: digest of the random numbers drawn.
-        tokens: digest of the bytes of the batch.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    documents: str
-    draws: str
-    tokens: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRecord:
     """One published checkpoint.
 
@@ -76,8 +56,8 @@ class SaveRecord:
 
 Record = StartRecord | StepRecord | SaveRecord
 
-_KINDS: dict[str, type[Record]] = {"start": StartRecord, "step": StepRecord, "save": SaveRecord}
-_NAMES = {record: name for name, record in _KINDS.items()}
+_KINDS: dict[str, Callable[..., Record]] = {"start": StartRecord, "step": step_record_of, "save": SaveRecord}
+_NAMES: dict[type[Record], str] = {StartRecord: "start", StepRecord: "step", SaveRecord: "save"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dcp_engine.demo.compare import RELATIVE_TOLERANCE, Comparison, Crash, Row
+from dcp_engine.demo.compare import Comparison, Crash
 from dcp_engine.demo.records import LegRecords, SaveRecord
 from dcp_engine.demo.schedule import DemoConfig, Leg
+from dcp_engine.testing.compare import RELATIVE_TOLERANCE, Row
+from dcp_engine.testing.report import rows_to_show
 
-__all__ = ["Outcome", "print_outcome", "rows_to_show", "to_json", "write_json"]
+__all__ = ["Outcome", "print_outcome", "to_json", "write_json"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,18 +88,6 @@ def _plain(value: Any) -> Any:
 def write_json(path: Path, outcome: Outcome) -> None:
     """Writes :func:`to_json` to a file."""
     path.write_text(json.dumps(to_json(outcome), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def rows_to_show(rows: Sequence[Row]) -> list[Row]:
-    """A job's first step, its last and its worst; every one with a fault at the start of a job's trouble. Order is kept."""
-    shown: list[Row] = []
-    for leg in dict.fromkeys(row.leg for row in rows):
-        mine = [row for row in rows if row.leg == leg]
-        wanted = {mine[0].step, mine[-1].step, max(mine, key=lambda row: row.loss_difference).step}
-        wanted.update(row.step for row in [row for row in mine if row.fault is not None][:3])
-        wanted.update(row.step for row in mine[:: max(1, len(mine) // 4)])
-        shown.extend(row for row in mine if row.step in wanted)
-    return shown
 
 
 def print_outcome(console: Console, outcome: Outcome) -> None:

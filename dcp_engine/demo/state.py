@@ -3,86 +3,96 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from dcp_engine.demo.model import Decoder
+from dcp_engine.train_state import TrainState
 
-__all__ = ["TrainingState", "lr_factor", "make_state"]
+__all__ = ["Cursor", "TorchGenerator", "Training", "lr_factor"]
 
 _PEAK_LR = 1e-3
 _FINAL_LR_FACTOR = 0.1
 
 
-@dataclass(slots=True)
-class TrainingState:
-    """The live objects of a training run. Not thread-safe.
+class Cursor:
+    """The position in the corpus.
 
     Attributes:
-        model: laid out over the mesh already.
-        optimizer: of the model's parameters.
-        scheduler: of the optimizer.
-        step: steps that are done.
-        cursor: documents of the corpus that are consumed.
+        documents: consumed so far.
     """
 
-    model: Decoder
-    optimizer: AdamW
-    scheduler: LambdaLR
-    step: int = 0
-    cursor: int = 0
+    def __init__(self) -> None:
+        self.documents = 0
 
-    def state_dict(self, drop: str | None) -> dict[str, Any]:
-        """The state as of now. Tensors are the live ones: whoever keeps the result must copy them.
+    def state_dict(self) -> dict[str, Any]:
+        """The position as a plain value."""
+        return {"documents": self.documents}
 
-        Args:
-            drop: the part to leave out: ``rng``, ``optimizer``, ``scheduler``, ``data``, or None.
-        """
-        state: dict[str, Any] = {"model": get_model_state_dict(self.model), "progress": {"step": self.step}}
-        # Keyed by the names of the parameters: keyed by their order, the moments could not be resharded.
-        if drop != "optimizer":
-            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
-        if drop != "scheduler":
-            state["scheduler"] = self.scheduler.state_dict()
-        if drop != "data":
-            state["data"] = {"cursor": self.cursor}
-        if drop != "rng":
-            # Every rank draws the same numbers, so one value under one name is right; ranks that draw their own need names of their own.
-            state["rng"] = {"torch": torch.get_rng_state()}
-        return state
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes to a position."""
+        self.documents = state_dict["documents"]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a state that :meth:`state_dict` gave; a part that is not in it stays as a fresh run has it."""
-        set_model_state_dict(self.model, state["model"])
-        self.step = state["progress"]["step"]
-        if "optimizer" in state:
-            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-        if "scheduler" in state:
-            self.scheduler.load_state_dict(state["scheduler"])
-        if "data" in state:
-            self.cursor = state["data"]["cursor"]
-        if "rng" in state:
-            torch.set_rng_state(state["rng"]["torch"])
+
+class TorchGenerator:
+    """Torch's global generator on the CPU: every rank draws the same numbers from it, so that one state is right on any number of ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+        return {"state": torch.get_rng_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a state."""
+        torch.set_rng_state(state_dict["state"])
+
+
+class Training:
+    """The live objects of a training run, and the state that keeps them. Not thread-safe.
+
+    Args:
+        model: laid out over the mesh already.
+        num_steps: length of the whole run.
+        num_warmup_steps: see :func:`lr_factor`.
+        drop: part to leave out of the state: ``rng``, ``optimizer``, ``scheduler``, ``data``, or nothing.
+
+    Attributes:
+        model: as it was given.
+        optimizer: of the model's parameters.
+        scheduler: of the optimizer.
+        cursor: in the corpus.
+        state: what checkpoints hold.
+    """
+
+    def __init__(self, model: Decoder, *, num_steps: int, num_warmup_steps: int, drop: str = "") -> None:
+        self.model = model
+        self.optimizer = AdamW(model.parameters(), lr=_PEAK_LR, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, foreach=True)
+        self.scheduler = LambdaLR(self.optimizer, lambda done: lr_factor(done, num_steps=num_steps, num_warmup_steps=num_warmup_steps))
+        self.cursor = Cursor()
+        self.state = TrainState(
+            model,
+            None if drop == "optimizer" else self.optimizer,
+            schedulers=None if drop == "scheduler" else self.scheduler,
+            data=None if drop == "data" else self.cursor,
+            # By default a state keeps generators for each rank, and more ranks than saved them find none.
+            rng=False,
+            extras=None if drop == "rng" else {"generator": TorchGenerator()},
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.state.counters.step
+
+    def load(self, reader: StorageReader) -> None:
+        """Takes up a checkpoint; a part that is not in it stays as a fresh run has it. All ranks call it."""
+        self.state.load(reader)
         # The scheduler decides the learning rate; the optimizer's own copy must not hide a scheduler that was lost.
         for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
-
-
-def make_state(model: Decoder, *, num_steps: int, num_warmup_steps: int) -> TrainingState:
-    """Optimizer and schedule around a model that is laid out already."""
-    optimizer = AdamW(model.parameters(), lr=_PEAK_LR, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, foreach=True)
-    scheduler = LambdaLR(optimizer, lambda done: lr_factor(done, num_steps=num_steps, num_warmup_steps=num_warmup_steps))
-    return TrainingState(model, optimizer, scheduler)
 
 
 def lr_factor(num_steps_done: int, *, num_steps: int, num_warmup_steps: int) -> float:

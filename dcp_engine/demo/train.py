@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
-import threading
-import time
 from typing import Any
+
+from dcp_engine.testing.parent import leave_with_parent
 
 
 def main() -> None:
     """Parses what the driver passes and trains; torch is imported only after the watch has begun, because that takes seconds."""
-    _leave_with_parent()
+    leave_with_parent()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", required=True, help="folder of the checkpoints")
     parser.add_argument("--records", required=True, help="file for the records of rank 0")
@@ -39,18 +38,6 @@ def _train(options: dict[str, Any]) -> None:
     from dcp_engine.demo.training import Job, run
 
     run(Job(**options))
-
-
-def _leave_with_parent() -> None:
-    """Ends this process when its parent is gone: a launcher that was killed cannot end its ranks itself."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.25)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="leave-with-parent").start()
 
 
 if __name__ == "__main__":

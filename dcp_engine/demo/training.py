@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,11 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from dcp_engine.demo.checkpointing import AsyncSaver, DyingSavePlanner, load_newest
+from dcp_engine.demo.checkpointing import AsyncSaver, DyingSavePlanner, newest_step
 from dcp_engine.demo.corpus import Corpus, draw_batch, read_standard_library
 from dcp_engine.demo.model import VOCABULARY, Decoder, ModelConfig, lay_out, make_mesh
 from dcp_engine.demo.records import Record, RecordWriter, StartRecord, StepRecord
-from dcp_engine.demo.state import TrainingState, make_state
+from dcp_engine.demo.state import Training
+from dcp_engine.storage.reader import ShardReader
+from dcp_engine.storage.steps import step_name
 
 __all__ = ["Job", "run", "train", "train_step"]
 
@@ -93,7 +96,7 @@ class _Trainer:
         model = Decoder(ModelConfig(width=job.width, num_layers=job.layers, window_bytes=job.window_bytes))
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         lay_out(model, self.mesh)
-        self.state = make_state(model, num_steps=job.num_steps, num_warmup_steps=_NUM_WARMUP_STEPS)
+        self.training = Training(model, num_steps=job.num_steps, num_warmup_steps=_NUM_WARMUP_STEPS, drop=job.drop)
         torch.manual_seed(job.seed + 1)
         self.saver = AsyncSaver(job.root)
         self.records = RecordWriter(job.records) if self.rank == 0 else None
@@ -103,9 +106,8 @@ class _Trainer:
         started_secs = time.perf_counter()
         resumed_from = None
         if job.resume:
-            loaded = self.state.state_dict(job.drop)
-            resumed_from = load_newest(job.root, loaded)
-            self.state.load_state_dict(loaded)
+            resumed_from = newest_step(job.root)
+            self.training.load(ShardReader(os.path.join(job.root, step_name(resumed_from))))
         self._write(
             StartRecord(
                 world_size=dist.get_world_size(),
@@ -116,54 +118,55 @@ class _Trainer:
                 load_secs=time.perf_counter() - started_secs if job.resume else 0.0,
             )
         )
-        while self.state.step < job.last_step:
-            self._write(train_step(self.state, self.corpus, self.mesh, num_windows=job.batch))
-            if job.save_every and (self.state.step % job.save_every == 0 or self.state.step == job.last_step):
+        while self.training.step < job.last_step:
+            self._write(train_step(self.training, self.corpus, self.mesh, num_windows=job.batch))
+            if job.save_every and (self.training.step % job.save_every == 0 or self.training.step == job.last_step):
                 self._save()
         self._write(self.saver.close())
 
     def _save(self) -> None:
-        step = self.state.step
+        step = self.training.step
         dies = step == self.job.die_at and self.rank == dist.get_world_size() - 1
         planner = DyingSavePlanner(self.job.witness) if dies else None
-        self._write(self.saver.save(self.state.state_dict(self.job.drop), step=step, planner=planner))
+        self._write(self.saver.save({"state": self.training.state}, step=step, planner=planner))
 
     def _write(self, entry: Record | None) -> None:
         if self.records is not None and entry is not None:
             self.records.write(entry)
 
 
-def train_step(state: TrainingState, corpus: Corpus, mesh: DeviceMesh, *, num_windows: int) -> StepRecord:
+def train_step(training: Training, corpus: Corpus, mesh: DeviceMesh, *, num_windows: int) -> StepRecord:
     """One step of training. All ranks call it; all of them return the same record.
 
     Args:
-        state: moved on by one step.
+        training: moved on by one step.
         corpus: where the batch comes from.
         mesh: of the model; its ``dp`` dimension divides the batch.
         num_windows: windows in the global batch, a multiple of the data-parallel size.
     """
-    batch = draw_batch(corpus, state.cursor, num_windows=num_windows, window_bytes=state.model.config.window_bytes)
+    batch = draw_batch(corpus, training.cursor.documents, num_windows=num_windows, window_bytes=training.model.config.window_bytes)
     part = batch.tokens.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
-    logits = state.model(part[:, :-1])
+    logits = training.model(part[:, :-1])
     loss = functional.cross_entropy(logits.reshape(-1, VOCABULARY), part[:, 1:].reshape(-1))
-    state.optimizer.zero_grad()
+    training.optimizer.zero_grad()
     # FSDP averages gradients over dp, and the parts are equally large: this is the gradient of the mean over the global batch.
     torch.autograd.backward(loss)
-    grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), _MAX_GRAD_NORM)
+    grad_norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), _MAX_GRAD_NORM)
     assert isinstance(grad_norm, DTensor)
     mean_loss = loss.detach().clone()
     dist.all_reduce(mean_loss, group=mesh.get_group("dp"))
+    # Measured before the optimizer moves the weights.
     entry = StepRecord(
-        step=state.step + 1,
+        step=training.step + 1,
         loss=mean_loss.item() / mesh["dp"].size(),
         grad_norm=grad_norm.full_tensor().item(),
-        lr=float(state.optimizer.param_groups[0]["lr"]),
-        documents=batch.documents_digest,
+        lr=(float(training.optimizer.param_groups[0]["lr"]),),
+        batch=batch.documents,
         draws=batch.draws_digest,
-        tokens=batch.tokens_digest,
+        values={"text": batch.tokens_digest},
     )
-    state.optimizer.step()
-    state.scheduler.step()
-    state.step += 1
-    state.cursor += num_windows
+    training.optimizer.step()
+    training.scheduler.step()
+    training.cursor.documents += num_windows
+    training.state.counters.update(loss=entry.loss)
     return entry

@@ -1,15 +1,14 @@
-"""The proof of the demo fails when anything differs, and names what differed first."""
+"""The proof of the demo fails when a job did not do what it had to or a step differs, and names what differed first."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dcp_engine.demo.compare import Comparison, Crash, compare, relative_difference
+from dcp_engine.demo.compare import Comparison, Crash, compare
 from dcp_engine.demo.records import LegRecords, SaveRecord, StartRecord, StepRecord
 from dcp_engine.demo.schedule import DemoConfig, Leg, plan_legs
 
@@ -19,9 +18,8 @@ CRASH = Crash(rank=3, num_tensors=10, num_handed_over=5, exit_status=1, leftover
 
 
 def step_record(step: int) -> StepRecord:
-    return StepRecord(
-        step=step, loss=5.0 / step, grad_norm=1.0 + step, lr=step / 10, documents=f"d{step}", draws=f"r{step}", tokens=f"t{step}"
-    )
+    values = {"text": f"t{step}"}
+    return StepRecord(step=step, loss=5.0 / step, grad_norm=1.0 + step, lr=(step / 10,), batch=(step,), draws=f"r{step}", values=values)
 
 
 def save_record(step: int) -> SaveRecord:
@@ -69,12 +67,12 @@ def test_equal_runs_are_a_proof() -> None:
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
-        ({"documents": "other", "draws": "other", "lr": 9.0, "tokens": "other", "loss": 9.0}, "data"),
-        ({"draws": "other", "tokens": "other", "lr": 9.0, "loss": 9.0}, "rng"),
-        ({"lr": 9.0, "loss": 9.0}, "scheduler"),
-        ({"tokens": "other", "loss": 9.0}, "data"),
+        ({"batch": (9,), "draws": "other", "lr": (9.0,), "loss": 9.0}, "data"),
+        ({"draws": "other", "loss": 9.0}, "rng"),
+        ({"lr": (9.0,), "loss": 9.0}, "scheduler"),
         ({"loss": 9.0}, "optimizer"),
         ({"grad_norm": 9.0}, "optimizer"),
+        ({"values": {"text": "other"}}, "values"),
     ],
 )
 def test_cause_is_named_before_effect(fields: dict[str, Any], fault: str) -> None:
@@ -92,26 +90,10 @@ def test_what_differs_first_in_time_is_named() -> None:
     assert run(same_4=with_step(4, loss=9.0), on_2=with_step(3, draws="other")).fault == "optimizer"
 
 
-def test_one_bit_breaks_the_proof_on_the_same_layout_and_not_on_another() -> None:
-    loss = math.nextafter(5.0 / 4, 2.0)
-    assert run(same_4=with_step(4, loss=loss)).fault == "optimizer"
-    assert run(on_2=with_step(4, loss=loss)).holds
-
-
-@pytest.mark.parametrize(("factor", "holds"), [(1.000099, True), (1.000101, False), (0.999901, True), (0.999899, False)])
-def test_another_layout_may_differ_by_a_ten_thousandth(factor: float, holds: bool) -> None:
-    assert run(on_4=with_step(6, loss=5.0 / 6 * factor)).holds is holds
-    assert run(on_4=with_step(6, grad_norm=7.0 * factor)).holds is holds
-
-
-def test_learning_rate_must_be_exact_on_another_layout_too() -> None:
-    assert run(on_4=with_step(6, lr=math.nextafter(0.6, 1.0))).fault == "scheduler"
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_loss_that_is_no_number_is_no_proof(loss: float) -> None:
-    assert not run(on_4=with_step(6, loss=loss)).holds
-    assert not run(reference=with_step(6, loss=math.nan)).holds
+def test_another_layout_may_differ_by_a_ten_thousandth_and_the_same_one_by_nothing() -> None:
+    assert run(same_4=with_step(4, loss=5.0 / 4 * 1.00009)).fault == "optimizer"
+    assert run(on_2=with_step(4, loss=5.0 / 4 * 1.00009)).holds
+    assert run(on_2=with_step(4, loss=5.0 / 4 * 1.00011)).fault == "optimizer"
 
 
 def test_start_from_another_step_than_the_newest_is_told() -> None:
@@ -155,11 +137,3 @@ def test_crash_must_have_happened_and_left_nothing_half_published(changes: dict[
     comparison = run(crash=replace(CRASH, **changes))
     assert not comparison.holds
     assert any(text.startswith(problem) for text in comparison.problems)
-
-
-@pytest.mark.parametrize(
-    ("found", "expected", "difference"),
-    [(2.0, 2.0, 0.0), (3.0, 2.0, 0.5), (1.0, 2.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, math.inf), (-3.0, -2.0, 0.5)],
-)
-def test_relative_difference(found: float, expected: float, difference: float) -> None:
-    assert relative_difference(found, expected) == difference

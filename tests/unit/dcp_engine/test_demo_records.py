@@ -9,7 +9,7 @@ import pytest
 from dcp_engine.demo.records import LegRecords, RecordWriter, SaveRecord, StartRecord, StepRecord, read_records
 
 START = StartRecord(world_size=4, layout="FSDP2", resumed_from=None, num_parameters=7, corpus_bytes=9, load_secs=0.0)
-STEP = StepRecord(step=1, loss=0.1 + 0.2, grad_norm=1 / 3, lr=1e-3, documents="a", draws="b", tokens="c")
+STEP = StepRecord(step=1, loss=0.1 + 0.2, grad_norm=1 / 3, lr=(1e-3,), batch=(3, 1), draws="b", values={"text": "c"})
 SAVE = SaveRecord(step=1, path="p", save_secs=0.5, stall_secs=0.25, raw_bytes=2, stored_bytes=1)
 
 

@@ -59,7 +59,7 @@ class Stage:
             StartRecord(world_size=num_ranks, layout="L", resumed_from=resumed_from, num_parameters=1, corpus_bytes=1, load_secs=0.0)
         )
         for step in range((resumed_from or 0) + 1, int(arguments["die-at"] or arguments["last-step"]) + 1):
-            record = StepRecord(step=step, loss=9.0 - step, grad_norm=1.0, lr=0.1, documents="d", draws="r", tokens="t")
+            record = StepRecord(step=step, loss=9.0 - step, grad_norm=1.0, lr=(0.1,), batch=(1,), draws="r")
             writer.write(self._change(folder.name, record))
             if arguments["save-every"] and step % int(arguments["save-every"]) == 0 and step != arguments["die-at"]:
                 self.published.append(step)

@@ -66,6 +66,10 @@ KINDS = {
     "MixedStepsError": "mixed_steps",
     "SaverBusyError": "saver_busy",
     "ProbeError": "probe",
+    "ResumeTestError": "resume_test",
+    "ResumeMismatchError": "resume_mismatch",
+    "LegFailedError": "leg_failed",
+    "StoppedOnPurposeError": "stopped_on_purpose",
 }
 BUILTIN_BASES = {
     "UsageError": ValueError,
@@ -76,6 +80,7 @@ BUILTIN_BASES = {
     "StorageError": OSError,
     "StoragePermissionError": PermissionError,
     "CheckpointExistsError": FileExistsError,
+    "ResumeMismatchError": AssertionError,
 }
 PLACE = {
     "step": 41000,
@@ -89,6 +94,7 @@ PLACE = {
     "remedy": "use another checkpoint",
 }
 EXTRA = {
+    "ResumeMismatchError": {"what": "rng", "report": None},
     "ReplicaMismatchError": {"keys": ("a", "b"), "ranks": (((0, 1), (2,)), ((0,), (1, 2)))},
     "KeyMismatchError": {"missing": ("a",), "unexpected": ("b", "c")},
     "StorageError": {"errno": 28},
