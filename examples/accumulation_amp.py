@@ -1,6 +1,6 @@
 """Gradient accumulation with mixed precision: a save that falls into an accumulation cycle is moved to the cycle's end.
 
-    python examples/accumulation_amp.py --root runs/accumulation --steps 100
+    python examples/accumulation_amp.py --root runs/accumulation --steps 60
 
 Saves are wanted every so many samples, which need not be where a cycle ends. In the middle of one, ``.grad`` is part of the state, and a
 checkpoint without it would lose micro-batches. The ``GradScaler`` belongs to the state, too: it skips updates whose gradients are infinite,

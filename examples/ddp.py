@@ -1,6 +1,6 @@
 """DistributedDataParallel: kill a rank, or all of them, start the same command again, and the run goes on.
 
-    torchrun --standalone --nproc-per-node 2 examples/ddp.py --root runs/ddp --steps 200
+    torchrun --standalone --nproc-per-node 2 examples/ddp.py --root runs/ddp --steps 100
 
 Every rank's random numbers (dropout draws others on each) are in the checkpoint, and the data has one position for all ranks: on as many
 ranks the losses are those of a run that was never killed, to the last bit. It also goes on with another ``--nproc-per-node``.

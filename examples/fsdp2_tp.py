@@ -1,6 +1,6 @@
 """FSDP2 and tensor parallelism on four ranks; the same run goes on with two.
 
-    torchrun --standalone --nproc-per-node 4 examples/fsdp2_tp.py --root runs/fsdp2_tp --steps 40
+    torchrun --standalone --nproc-per-node 4 examples/fsdp2_tp.py --root runs/fsdp2_tp --steps 30
 
 Kill it and start it again, with four ranks or with ``--nproc-per-node 2``: each rank reads the parts that it holds now of what others have
 written. On as many ranks the losses are those of a run that was never killed to the last bit, elsewhere but for the order of sums.

@@ -1,6 +1,6 @@
 """A script with plain ``dcp.save`` and ``dcp.load``: each of these two lines gets an argument, and the rest stays as it is.
 
-    python examples/one_line_change.py --root runs/one_line --steps 200
+    python examples/one_line_change.py --root runs/one_line --steps 100
 
 Before, a job that was killed while it saved left a directory that cannot be loaded, and this script did not start again until somebody
 removed it. Now a step's directory appears when it is whole, and a damaged byte in it is an error that names the tensor.

@@ -1,6 +1,6 @@
 """One process: a training loop that can be killed at any time, and goes on as the same run when the same command is started again.
 
-    python examples/single_process.py --root runs/single --steps 200
+    python examples/single_process.py --root runs/single --steps 100
 
 Dropout, the learning rate and the order of the data are part of that: with them in the ``TrainState``, the losses of a run that was killed
 are those of one that was not, to the last bit.

@@ -69,13 +69,18 @@ def run_until(step: int, command: list[str], root: Path, end: Callable[[subproce
     ):
         theirs.close()
         printed = ""
-        while step not in losses_in(printed):
-            line = output.readline()
-            assert line, printed + process.communicate()[1]
-            printed += line
-        while not committed_steps(root):  # training waits to be read from, and the save beside it does not
-            assert process.poll() is None
-            time.sleep(0.05)
+        try:
+            while step not in losses_in(printed):
+                line = output.readline()
+                assert line, "it ended too early"
+                printed += line
+            while not committed_steps(root):  # training waits to be read from, and the save beside it does not
+                assert process.poll() is None, "it ended too early"
+                time.sleep(0.05)
+        except BaseException as error:
+            process.terminate()  # it would wait to be read from for ever; torchrun ends its ranks, too
+            error.add_note(f"{printed}{process.communicate()[1]}")
+            raise
         end(process)
         printed += output.read()
         process.communicate()
@@ -126,7 +131,7 @@ def uninterrupted(ranks: RankPool, num_ranks: int, command: list[str], root: Pat
     [
         ("single_process.py", 1, 25, kill, 20),
         ("one_line_change.py", 1, 25, kill, 20),
-        # The first save is wanted after 504 samples, in the last of the 16 cycles of 32: it is moved to the end of that.
+        # A save is wanted after 504 samples, inside the cycle of 32 that makes step 16: it is moved to its end.
         ("accumulation_amp.py", 1, 20, terminate, 16),
         ("ddp.py", 2, 25, kill_a_rank, 20),
     ],
