@@ -47,6 +47,10 @@ def losses_in(output: str) -> dict[int, str]:
     return {int(step): loss for step, loss in LOSS.findall(output)}
 
 
+def floats(losses: dict[int, str]) -> dict[int, float]:
+    return {step: float(loss) for step, loss in losses.items()}
+
+
 def environment() -> dict[str, str]:
     # One thread: what a sum of floats is depends on their number, and the pool's ranks, which run the uninterrupted runs, have one.
     return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
@@ -151,18 +155,17 @@ def test_run_that_was_ended_goes_on_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # thirteen of them
+@pytest.mark.timeout(600)  # up to eight
 def test_run_on_four_ranks_goes_on_with_two(ranks: RankPool, tmp_path: Path) -> None:
     command = command_of("fsdp2_tp.py", tmp_path / "run")
-    losses = uninterrupted(ranks, 4, command, tmp_path / "uninterrupted")
+    losses = uninterrupted(ranks, 2, command, tmp_path / "uninterrupted")
     before = losses_in(run_until(13, command, tmp_path / "run", terminate))
-    assert before.items() <= losses.items()
     assert committed_steps(tmp_path / "run") == [10]
     after = losses_in(run_to_the_end(command_of("fsdp2_tp.py", tmp_path / "run", num_ranks=2)))
+    assert list(before) == list(range(1, len(before) + 1))
     assert list(after) == list(range(11, len(losses) + 1))
-    assert {step: float(loss) for step, loss in after.items()} == pytest.approx(
-        {step: float(losses[step]) for step in after}, rel=1e-4, abs=0
-    )
+    for part in (before, after):
+        assert floats(part) == pytest.approx(floats({step: losses[step] for step in part}), rel=1e-4, abs=0)
 
 
 def test_lines_before_the_change_are_those_of_plain_dcp(ranks: RankPool, tmp_path: Path) -> None:
