@@ -43,7 +43,8 @@ lint: $(STAMP)  ## format and lint, changing nothing
 types: $(STAMP)  ## mypy --strict and the import contracts, on an installed copy
 	rm -rf build/lib build/typed
 	$(PIP) --no-deps --no-build-isolation --target build/typed .
-	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p dcp_engine
+	cp -R examples build/typed/
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p dcp_engine -p examples
 	cd build/typed && PYTHONPATH=. ../../$(BIN)/lint-imports ../../pyproject.toml
 
 demo: $(STAMP)  ## the main job: train, lose a rank in the middle of a save, come back on other topologies, prove it
