@@ -43,11 +43,7 @@ class Health:
     check: Callable[[Mapping[str, float]], bool | None] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.finite, str) or not isinstance(self.finite, tuple | list):
-            raise InvalidOptionError("finite is no list of names", expected='as in ("loss", "grad_norm")', found=repr(self.finite)[:300])
-        for name in self.finite:
-            check_name("a name in finite", name)
-        object.__setattr__(self, "finite", tuple(self.finite))
+        object.__setattr__(self, "finite", _checked_names(self.finite))
         if self.at_most is not None:
             _check_bounds(self.at_most)
         if self.check is not None and not callable(self.check):
@@ -78,6 +74,12 @@ class Health:
         if answer is None:
             return HealthVerdict(is_healthy=True if watched else None)
         return HealthVerdict(is_healthy=bool(answer), reason="" if answer else "the check says so")
+
+
+def _checked_names(names: object) -> tuple[str, ...]:
+    if not isinstance(names, tuple | list):
+        raise InvalidOptionError("finite is no list of names", expected='as in ("loss", "grad_norm")', found=repr(names)[:300])
+    return tuple(check_name("a name in finite", name) for name in names)
 
 
 def _check_bounds(bounds: object) -> None:

@@ -80,12 +80,8 @@ class When:
                     expected="one of them",
                     remedy="Phase(every=...) without until is the same as steps",
                 )
-        if self.secs is not None and self.secs != _AUTO:
-            if isinstance(self.secs, str):
-                raise InvalidOptionError(
-                    "secs is not known", expected='a number of seconds above 0, or "auto"', found=repr(self.secs)[:300]
-                )
-            check_secs("secs", self.secs)
+        if self.secs is not None:
+            _check_interval(self.secs)
         if self.budget is not None:
             check_share("budget", self.budget)
         for name in ("mtbf_secs", "restart_secs"):
@@ -207,6 +203,13 @@ def _ask_again_step(pace: Pace, step: int, due_step: int | None, left_secs: floa
         step_secs = pace.step_secs(step)
         candidates.append(step + (1 if step_secs is None else max(1, int(left_secs / step_secs / 2))))
     return min(candidates, default=step + 1)
+
+
+def _check_interval(secs: object) -> None:
+    if isinstance(secs, str) and secs != _AUTO:
+        raise InvalidOptionError("secs is not known", expected='a number of seconds above 0, or "auto"', found=repr(secs)[:300])
+    if not isinstance(secs, str):
+        check_secs("secs", secs)
 
 
 def _checked_phases(phases: object) -> tuple[Phase, ...]:
