@@ -44,8 +44,8 @@ def require_one_step(cuts: Sequence[Cut]) -> None:
         if len(by_value) > 1:
             # The odd ones out are those of the smaller group; the first rank's group wins a draw.
             groups = sorted(by_value.items(), key=lambda group: -len(group[1]))
-            texts = [f"{value} on {_ranks(ranks)}" for value, ranks in groups]
-            found.append((groups[1][1][0], f"{name} is {', '.join(texts)}"))
+            values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups)
+            found.append((groups[1][1][0], f"{name} is {values}"))
     if found:
         texts = tuple(text for _, text in found)
         raise MixedStepsError(

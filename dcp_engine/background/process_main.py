@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from dcp_engine.background.cut import Cut
 from dcp_engine.background.exchange import Exchange
 from dcp_engine.background.failures import one_error
 from dcp_engine.background.jobs import writer_progress
@@ -222,7 +223,7 @@ def _received(head: bytes, body: bytes) -> Request:
             found=f"{type(error).__name__}: {error}",
             remedy='use executor="thread", or define classes where other processes can import them',
         )
-        return Request(failed_state(failure), ShardWriter("unknown"), BalancedSavePlanner(), None)
+        return Request(failed_state(failure), ShardWriter("unknown"), BalancedSavePlanner(), None, Cut())
     return request
 
 

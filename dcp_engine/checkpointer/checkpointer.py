@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from dcp_engine.background import BackgroundSaver, Priority, SaveHandle
 from dcp_engine.checkpointer.cadence import Cadence
 from dcp_engine.checkpointer.evaluation import EvaluationLog, EvaluationRecord, Evaluations
-from dcp_engine.checkpointer.options import CheckpointerOptions
+from dcp_engine.checkpointer.options import CheckpointerOptions, Mode
 from dcp_engine.checkpointer.parts import Parts
 from dcp_engine.checkpointer.probe import PROBE_TOLERANCE
 from dcp_engine.checkpointer.probing import report_of
@@ -90,7 +90,7 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         run_id: str = "",
         save_every: int | Mapping[str, int] | None = None,
-        best: tuple[str, str] | None = None,
+        best: tuple[str, Mode] | None = None,
         if_busy: str = "wait",
         executor: str = "thread",
         stager: DoubleBufferStager | None = None,

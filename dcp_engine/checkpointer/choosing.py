@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from dcp_engine.checkpointer.evaluation import EvaluationLog, best_first
+from dcp_engine.checkpointer.options import Mode
 from dcp_engine.checkpointer.record import SaveRecord
 from dcp_engine.errors import CheckpointNotFoundError, CorruptCheckpointError
 from dcp_engine.storage import RunRoot
@@ -16,7 +17,7 @@ __all__ = ["ranked"]
 
 
 def ranked(
-    root: RunRoot, steps: Collection[int], metric: str, mode: Literal["min", "max"], *, storage_options: Mapping[str, Any]
+    root: RunRoot, steps: Collection[int], metric: str, mode: Mode, *, storage_options: Mapping[str, Any]
 ) -> list[int]:
     """Steps of which the metric is known, the best first; of equally good ones the newest first.
 
@@ -53,5 +54,6 @@ def _saved_with(info: StepInfo, metric: str) -> float | None:
         value = SaveRecord.read(info.metadata, path=info.path).user.get(metric)
     except CorruptCheckpointError:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-    return float(value) if is_number else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        return None
+    return float(value)

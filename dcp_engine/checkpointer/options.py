@@ -6,14 +6,16 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from dcp_engine.errors import InvalidOptionError
 from dcp_engine.storage import ShardReader, ShardWriter
 from dcp_engine.storage.keys import KeySource
 from dcp_engine.storage.label import check_run_id
 
-__all__ = ["CheckpointerOptions"]
+__all__ = ["CheckpointerOptions", "Mode"]
+
+Mode = Literal["min", "max"]
 
 _IF_BUSY: Final = ("wait", "skip", "error")
 _ALWAYS: Final = frozenset({"path", "process_group", "storage_options", "signing_key", "encryption_key"})
@@ -31,7 +33,7 @@ class CheckpointerOptions:
 
     run_id: str = ""
     save_every: int | Mapping[str, int] | None = None
-    best: tuple[str, str] | None = None
+    best: tuple[str, Mode] | None = None
     if_busy: str = "wait"
     node_local: bool = False
     max_fallbacks: int = 3

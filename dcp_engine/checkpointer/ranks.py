@@ -91,7 +91,8 @@ class Ranks:
         """
         if self.group is None:
             return make()
-        value: _Value = self.everyone_makes(lambda: make() if self.is_first else None)[0]
+        told: list[Any] = self.everyone_makes(lambda: make() if self.is_first else None)
+        value: _Value = told[0]
         return value
 
     def everyone(self, value: _Value) -> list[_Value]:

@@ -175,7 +175,8 @@ class Saving:
 
     def _cut(self, parts: Parts, noted: Recorded) -> Cut:
         """Where this rank stands."""
-        state, faults = parts.train_state, ()
+        state = parts.train_state
+        faults: tuple[str, ...] = ()
         if state is not None:
             faults = local_disagreements(noted.facts, scheduler_counts=state.scheduler_counts, optimizer_counts=state.optimizer_counts)
         cut = Cut(noted.facts, faults)

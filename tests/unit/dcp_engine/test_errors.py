@@ -63,6 +63,8 @@ KINDS = {
     "RankLostError": "rank_lost",
     "ExchangeBrokenError": "exchange_broken",
     "DataOrderError": "data_order",
+    "MixedStepsError": "mixed_steps",
+    "SaverBusyError": "saver_busy",
     "ProbeError": "probe",
 }
 BUILTIN_BASES = {
