@@ -8,16 +8,16 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_engine.background import BackgroundSaver, Priority, SaveHandle
-from dcp_engine.checkpointer.cadence import Cadence
 from dcp_engine.checkpointer.evaluation import EvaluationLog, EvaluationRecord, Evaluations
 from dcp_engine.checkpointer.options import CheckpointerOptions, Mode
 from dcp_engine.checkpointer.parts import Parts
+from dcp_engine.checkpointer.policies import Policies
 from dcp_engine.checkpointer.probe import PROBE_TOLERANCE
 from dcp_engine.checkpointer.probing import report_of
 from dcp_engine.checkpointer.ranks import Ranks
@@ -26,6 +26,7 @@ from dcp_engine.checkpointer.restoring import Restoring
 from dcp_engine.checkpointer.rng_guard import eval_rng, generators_of
 from dcp_engine.checkpointer.saving import Saving
 from dcp_engine.errors import CheckpointNotFoundError, ClosedError, DcpEngineError, InvalidOptionError
+from dcp_engine.policies import Health, Keep, KeepPlan, When
 from dcp_engine.staging import DoubleBufferStager
 from dcp_engine.storage import RunRoot, VerifyReport, verify_checkpoint
 from dcp_engine.storage.keys import KeySource
@@ -62,6 +63,12 @@ class Checkpointer:
         process_group: the ranks that save and restore; None: all of them, or this process alone without a process group.
         run_id: name of the run, kept in its checkpoints and told to others who claim the root.
         save_every: for :meth:`maybe_save`: a number of steps, or one for each component, as in ``{"model": 200, "*": 1000}``.
+        when: other rules for :meth:`maybe_save`: by time, phases or a budget, or ``"auto"``. See :class:`~dcp_engine.policies.When`. With
+            rules by time the first rank decides, and tells the others at some of the calls.
+        keep: what stays of the steps when a newer one is durable; None: all. One rank removes the rest, beside training. See
+            :class:`~dcp_engine.policies.Keep`.
+        health: what makes a state healthy, by the numbers in ``save(metadata=...)``, as in ``{"loss": 2.5}``, of all ranks: ``keep`` never
+            removes the last healthy step. Takes one all-reduce of a number for each save. See :class:`~dcp_engine.policies.Health`.
         best: metric that ``restore(step="best")`` goes by, and its direction: ``("loss", "min")``.
         if_busy: what a save does while an earlier one is under way on any rank: ``"wait"``: waits for a staging buffer, which is free at
             most times; ``"skip"``: is left out, on all ranks; ``"error"``: raises, on all ranks.
@@ -90,6 +97,9 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         run_id: str = "",
         save_every: int | Mapping[str, int] | None = None,
+        when: When | Literal["auto"] | None = None,
+        keep: Keep | None = None,
+        health: Health | None = None,
         best: tuple[str, Mode] | None = None,
         if_busy: str = "wait",
         executor: str = "thread",
@@ -110,6 +120,9 @@ class Checkpointer:
         self._options = options = CheckpointerOptions(
             run_id=run_id,
             save_every=save_every,
+            when=when,
+            keep=keep,
+            health=health,
             best=best,
             if_busy=if_busy,
             node_local=node_local,
@@ -135,9 +148,9 @@ class Checkpointer:
             exit_wait_secs=exit_wait_secs,
         )
         self.stager = self._saver.stager
-        self._saving = Saving(self._root, options, self._ranks, self._members, self._saver, planner)
+        self._policies = Policies(self._root, options, self._ranks)
+        self._saving = Saving(self._root, options, self._ranks, self._members, self._saver, self._policies, planner)
         self._restoring = Restoring(self._root, options, self._ranks, self._members)
-        self._cadence = Cadence(options.cadence)
         self._evaluations = EvaluationLog(self._root.path, options.storage_options)
         self._seen: weakref.ref[TrainState] | None = None
         self._closed = False
@@ -179,6 +192,7 @@ class Checkpointer:
         self._note(Parts(state))
         if wait and not handle.skipped:
             handle.result()
+        self._policies.saved(handle)
         return handle
 
     def maybe_save(
@@ -190,7 +204,7 @@ class Checkpointer:
         metadata: Mapping[str, Any] | None = None,
         probe: Callable[[], Any] | None = None,
     ) -> SaveHandle | None:
-        """:meth:`save` if ``save_every`` says so; call it after every step, or every micro-batch.
+        """:meth:`save` if ``save_every`` or ``when`` says so; call it after every step, or every micro-batch.
 
         A save that falls into an accumulation cycle of a ``TrainState(grads="defer")`` takes place at the first call after the cycle. Of
         components that are due alone a checkpoint of only these is made, which a restore of the whole state passes over.
@@ -199,11 +213,11 @@ class Checkpointer:
             The handle; None where nothing was to be saved.
 
         Raises:
-            InvalidOptionError: there is no ``save_every``, or it names a component that the state lacks. All else as :meth:`save`.
+            InvalidOptionError: there is neither, or ``save_every`` names a component that the state lacks. All else as :meth:`save`.
         """
         self._require_open(step)
         parts = Parts(state)
-        due = self._cadence.due(step, parts.train_state, is_saved=self._saving.is_saved(step))
+        due = self._policies.due(step, parts.train_state, is_saved=self._saving.is_saved(step))
         if not due:
             return None
         whole = parts.train_state
@@ -274,6 +288,8 @@ class Checkpointer:
         restored = self._restoring.restore(parts, order, may_fall_back=isinstance(step, str), planner=planner)
         if step == "latest" and components is None:
             self._saving.resumed(restored.replaceable)
+        if components is None:
+            self._policies.resumed(restored.info.step, restored.record.policies)
         report = report_of(restored, parts, self._ranks, probe=probe, tolerance=probe_tolerance)
         if self._ranks.is_first:
             for line in report.lines():
@@ -315,6 +331,13 @@ class Checkpointer:
     def look(self, step: int) -> StepInfo:
         """What is told of a step without reading its data; see :meth:`RunRoot.look`. No other rank takes part."""
         return self._root.look(step)
+
+    def retention_plan(self, keep: Keep | None = None) -> KeepPlan:
+        """What ``keep``, or these other rules, would make of the steps that are there, and why. Removes nothing. No other rank takes part.
+
+        A step that somebody reads is not told here: it would stay. ``print(checkpointer.retention_plan())`` shows one line a step.
+        """
+        return self._policies.plan(keep)
 
     def verify(self, step: int) -> VerifyReport:
         """Check every byte of a step; see :func:`~dcp_engine.storage.verify.verify_checkpoint`. No other rank takes part."""

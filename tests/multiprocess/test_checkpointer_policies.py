@@ -1,0 +1,70 @@
+"""Policies on real ranks: all of them save the same steps, whatever their clocks say, and a state is as bad as its worst rank."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.ranks import RankPool
+
+from dcp_engine import Checkpointer, RunRoot
+from dcp_engine.checkpointer.retention import facts_of_step
+from dcp_engine.policies import Health, Keep, Phase, When
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {f"w.{dist.get_rank()}": torch.full((100,), float(step))}
+
+
+def save_by(root: str, when: When, num_steps: int, step_secs: float) -> list[int]:
+    """What this rank saved; its steps take as long as its own clock says."""
+    saved = []
+    with Checkpointer(root, when=when, keep=Keep(last=2)) as checkpointer:
+        for step in range(1, num_steps + 1):
+            time.sleep(step_secs * (1 + dist.get_rank()))
+            handle = checkpointer.maybe_save(step, _state(step), wait=True)
+            if handle is not None:
+                saved.append(step)
+    return saved
+
+
+def test_by_time_the_ranks_save_the_same_steps(ranks: RankPool, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    first, *others = ranks.run(3, save_by, root, When(secs=0.05), 30, 0.005)
+    assert len(first) >= 2
+    assert others == [first, first]
+    assert RunRoot(root).steps() == first[-2:]
+
+
+def test_by_a_budget_the_ranks_save_the_same_steps(ranks: RankPool, tmp_path: Path) -> None:
+    first, *others = ranks.run(3, save_by, str(tmp_path / "run"), When(steps=1, budget=0.5), 20, 0.01)
+    assert first[0] == 1
+    assert 2 <= len(first) < 20
+    assert others == [first, first]
+
+
+def test_by_phases_no_rank_has_to_be_asked(ranks: RankPool, tmp_path: Path) -> None:
+    when = When(phases=(Phase(every=2, until=6), Phase(every=5)))
+    assert ranks.run(2, save_by, str(tmp_path / "run"), when, 16, 0.0) == [[2, 4, 6, 10, 15]] * 2
+
+
+def diverge(root: str, losses: list[list[float | None]]) -> list[int]:
+    """A save for each entry: this rank's loss, or none where it does not know."""
+    with Checkpointer(root, keep=Keep(), health=Health()) as checkpointer:
+        for step, by_rank in enumerate(losses, start=1):
+            loss = by_rank[dist.get_rank()]
+            checkpointer.save(step, _state(step), wait=True, metadata={} if loss is None else {"loss": loss})
+        return checkpointer.steps()
+
+
+def test_a_state_is_as_bad_as_its_worst_rank(ranks: RankPool, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    ranks.run(2, diverge, root, [[1.0, 1.0], [None, 1.0], [1.0, math.nan], [None, math.inf]])
+    # Only the last rank of a pipeline knows its loss: step 2 is healthy. Steps 3 and 4 are not, though the first rank does not see it.
+    assert RunRoot(root).steps() == [2, 4]
+    facts = {step: facts_of_step(RunRoot(root).look(step)) for step in (2, 4)}
+    assert (facts[2].is_healthy, facts[4].is_healthy) == (True, False)
