@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_engine.background import BackgroundSaver, Priority, SaveHandle
 from dcp_engine.checkpointer.evaluation import EvaluationLog, EvaluationRecord, Evaluations
+from dcp_engine.checkpointer.node_planner import NodePlanner
 from dcp_engine.checkpointer.options import CheckpointerOptions, Mode
 from dcp_engine.checkpointer.parts import Parts
 from dcp_engine.checkpointer.policies import Policies
@@ -148,6 +149,8 @@ class Checkpointer:
             exit_wait_secs=exit_wait_secs,
         )
         self.stager = self._saver.stager
+        if node_local and planner is None:
+            planner = NodePlanner()
         self._policies = Policies(self._root, options, self._ranks)
         self._saving = Saving(self._root, options, self._ranks, self._members, self._saver, self._policies, planner)
         self._restoring = Restoring(self._root, options, self._ranks, self._members)
@@ -276,7 +279,7 @@ class Checkpointer:
         self._note(parts)
         if components is not None:
             parts = parts.narrowed(components)
-        order = self._order(step)
+        order, lonely = self._order(step)
         if not order:
             if missing_ok and step == "latest":
                 return None
@@ -287,7 +290,7 @@ class Checkpointer:
             )
         restored = self._restoring.restore(parts, order, may_fall_back=isinstance(step, str), planner=planner)
         if step == "latest" and components is None:
-            self._saving.resumed(restored.replaceable)
+            self._saving.resumed(restored.replaceable | lonely)
         if components is None:
             self._policies.resumed(restored.info.step, restored.record.policies)
         report = report_of(restored, parts, self._ranks, probe=probe, tolerance=probe_tolerance)
@@ -389,15 +392,15 @@ class Checkpointer:
         state = parts.train_state
         self._seen = self._seen if state is None else weakref.ref(state)
 
-    def _order(self, step: int | str) -> list[int]:
-        """The steps to try, the same on all ranks."""
+    def _order(self, step: int | str) -> tuple[list[int], frozenset[int]]:
+        """The steps to try, the same on all ranks; and those that only some nodes hold."""
         if isinstance(step, bool) or not (isinstance(step, int) or step in ("latest", "best")):
             raise InvalidOptionError("this is no step to restore", expected='"latest", "best" or a number', found=repr(step)[:300])
-        there = self._restoring.steps()
+        there, lonely = self._restoring.steps()
         if step == "latest":
-            return there[::-1]
+            return there[::-1], lonely
         if step == "best":
-            return self._restoring.best_first(there)
+            return self._restoring.best_first(there), lonely
         if step not in there:
             raise CheckpointNotFoundError(
                 "there is no such step",
@@ -407,4 +410,4 @@ class Checkpointer:
                 found=step,
                 remedy="restore one of those, or the newest",
             )
-        return [step]
+        return [step], lonely

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from dcp_engine.checkpointer.cut import Fact, local_disagreements
+from dcp_engine.checkpointer.cut import Fact, disagreements_by_fact
 from dcp_engine.checkpointer.probe import ProbeResult
 from dcp_engine.checkpointer.read_back import ReadBack
 from dcp_engine.checkpointer.recorded import Recorded
@@ -29,8 +29,9 @@ class Finding:
 
     Attributes:
         kind: what it is, append-only: ``"missing_key"``, ``"unexpected_key"``, ``"cast"``, ``"not_stored"``, ``"not_restored"``,
-            ``"not_taken_up"``, ``"no_optimizer_state"``, ``"moved_parameter"``, ``"mixed_steps"``, ``"idle_counters"``,
-            ``"other_position"``, ``"other_batches"``, ``"resized"``, ``"topology"``, ``"probe"``.
+            ``"left_out"`` (on purpose, which takes its level away all the same), ``"not_taken_up"``, ``"no_optimizer_state"``,
+            ``"moved_parameter"``, ``"mixed_steps"``, ``"idle_counters"``, ``"other_position"``, ``"other_batches"``, ``"resized"``,
+            ``"topology"``, ``"probe"``.
         component: whose it is, one of :data:`COMPONENTS`.
         text: one sentence that names the part, what was saved and what is there.
         severity: ``"error"``: the component is not what was saved. ``"warning"``: it is, and training goes on otherwise all the same.
@@ -82,13 +83,13 @@ def check_restored(
     if read_back is not None:
         findings += [_not_taken_up(one) for one in read_back.differences]
         findings += [_not_begun(label) for label in read_back.not_begun if now.facts.get("progress.updates_applied", 0)]
-    findings += [
-        Finding(kind="mixed_steps", component="progress", text=text, severity="error")
-        for text in local_disagreements(now.facts, scheduler_counts=scheduler_counts, optimizer_counts=optimizer_counts)
-    ]
     findings += _idle_counters(now.facts)
+    others = [] if saved is None else _of_facts(saved.facts, now.facts, restored)
+    if not others:  # else it is they that disagree
+        mixed = disagreements_by_fact(now.facts, scheduler_counts=scheduler_counts, optimizer_counts=optimizer_counts)
+        findings += [_mixed(name, text) for name, text in mixed.items()]
     if saved is not None:
-        findings += [*_of_facts(saved.facts, now.facts, restored), *_of_topology(saved, now, rank)]
+        findings += [*others, *_of_batches(saved.facts, now.facts, restored), *_of_topology(saved, now, rank)]
     return _sorted(findings)
 
 
@@ -152,8 +153,9 @@ def _of_components(saved: Recorded | None, now: Recorded, restored: Collection[s
         elif name not in now.components:
             kind, text = "not_restored", f"the checkpoint has {name}, and the state has nothing to take it up"
         else:
-            kind, text = "not_restored", f"{name} was left out: it is as it was before the restore"
-        findings.append(Finding(kind=kind, component=_component_of(name), text=text, severity="error"))
+            kind, text = "left_out", f"{name} was left out: it is as it was before the restore"
+        severity: Severity = "note" if kind == "left_out" else "error"
+        findings.append(Finding(kind=kind, component=_component_of(name), text=text, severity=severity))
     return findings
 
 
@@ -204,6 +206,10 @@ def _not_begun(label: str) -> Finding:
     return Finding(kind="no_optimizer_state", component="optimizer", text=text, severity="error")
 
 
+def _mixed(name: str, text: str) -> Finding:
+    return Finding(kind="mixed_steps", component=_component_of(name), text=text, severity="error")
+
+
 def _idle_counters(facts: Mapping[str, Fact]) -> list[Finding]:
     if not facts["step"] or facts.get("progress.step", 1) or facts.get("progress.epoch", 1):
         return []
@@ -226,7 +232,7 @@ def _of_facts(saved: Mapping[str, Fact], now: Mapping[str, Fact], restored: Coll
         else:
             continue
         findings.append(Finding(kind=kind, component=_component_of(component), text=text, severity="error"))
-    return findings + _of_batches(saved, now, restored)
+    return findings
 
 
 def _missing_fact(component: str, name: str, then: Fact) -> tuple[str, str]:

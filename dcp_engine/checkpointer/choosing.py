@@ -16,9 +16,7 @@ from dcp_engine.storage.step_info import StepInfo
 __all__ = ["ranked"]
 
 
-def ranked(
-    root: RunRoot, steps: Collection[int], metric: str, mode: Mode, *, storage_options: Mapping[str, Any]
-) -> list[int]:
+def ranked(root: RunRoot, steps: Collection[int], metric: str, mode: Mode, *, storage_options: Mapping[str, Any]) -> list[int]:
     """Steps of which the metric is known, the best first; of equally good ones the newest first.
 
     Args:

@@ -24,7 +24,7 @@ from dcp_engine.train_state.scheduling import (
     scheduler_positions,
 )
 
-__all__ = ["Fact", "facts_of", "local_disagreements"]
+__all__ = ["Fact", "disagreements_by_fact", "facts_of", "local_disagreements"]
 
 Fact = int | float | str
 
@@ -74,7 +74,14 @@ def facts_of(state: TrainState | None, step: int, *, wait_for_device: bool = Fal
 def local_disagreements(
     facts: Mapping[str, Fact], *, scheduler_counts: SchedulerCount | None = None, optimizer_counts: OptimizerCount | None = "applied"
 ) -> tuple[str, ...]:
-    """What of one rank's facts does not belong to one step, in words, most telling first.
+    """The texts of :func:`disagreements_by_fact`."""
+    return tuple(disagreements_by_fact(facts, scheduler_counts=scheduler_counts, optimizer_counts=optimizer_counts).values())
+
+
+def disagreements_by_fact(
+    facts: Mapping[str, Fact], *, scheduler_counts: SchedulerCount | None = None, optimizer_counts: OptimizerCount | None = "applied"
+) -> dict[str, str]:
+    """What of one rank's facts does not belong to one step: name of the fact -> how it disagrees with the counters, in words.
 
     Counters that were never moved are not held against anything: that loop does not use them.
 
@@ -85,57 +92,58 @@ def local_disagreements(
     """
     attempted, applied = _number(facts, "progress.step"), _number(facts, "progress.updates_applied")
     if attempted == 0 and _number(facts, "progress.epoch") == 0:
-        return ()
-    texts = []
+        return {}
+    texts = {}
     if facts["step"] != attempted:
-        texts.append(f"the checkpoint is saved as step {facts['step']}, and the counters are at step {attempted}")
+        texts["progress.step"] = f"the checkpoint is saved as step {facts['step']}, and the counters are at step {attempted}"
     # Between optimizer.step() and Counters.update() of an accumulation cycle, an update is done and not counted yet.
     num_uncounted = _number(facts, "progress.grads_stepped")
     if optimizer_counts == "applied":
-        texts += _optimizer_disagreements(facts, {applied, applied + num_uncounted})
+        texts |= _optimizer_disagreements(facts, {applied, applied + num_uncounted})
     counts = {"applied": applied, "attempted": attempted, "epoch": _number(facts, "progress.epoch")}
-    positions = {label: int(fact) for label, fact in _labelled(facts, "scheduler").items()}
-    if num_uncounted:
-        ahead = {**counts, "applied": applied + 1, "attempted": attempted + 1}
-        positions = {
-            label: position for label, position in positions.items() if scheduler_disagreements({label: position}, ahead, scheduler_counts)
-        }
-    texts += scheduler_disagreements(positions, counts, scheduler_counts)
-    return (*texts, *_data_disagreements(facts))
+    ahead = {**counts, "applied": applied + num_uncounted, "attempted": attempted + num_uncounted}
+    for label, position in _labelled(facts, "scheduler").items():
+        found = [scheduler_disagreements({label: position}, allowed, scheduler_counts) for allowed in (counts, ahead)]
+        if all(found):
+            texts[join("scheduler", label)] = found[0][0]
+    return texts | _data_disagreements(facts)
 
 
-def _optimizer_disagreements(facts: Mapping[str, Fact], allowed: set[int]) -> list[str]:
-    texts = []
+def _optimizer_disagreements(facts: Mapping[str, Fact], allowed: set[int]) -> dict[str, str]:
+    texts = {}
     for label, taken in _labelled(facts, "optimizer").items():
         if taken not in allowed:
             name = f"optimizer {label!r}" if label else "the optimizer"
             skipped = "; an update that a scaler skipped is counted by update(applied=False)" if taken < min(allowed) else ""
-            texts.append(f"{name} has taken {taken} steps, and the counters say {min(allowed)} (applied){skipped}")
+            texts[join("optimizer", label)] = f"{name} has taken {taken} steps, and the counters say {min(allowed)} (applied){skipped}"
     return texts
 
 
-def _data_disagreements(facts: Mapping[str, Fact]) -> list[str]:
-    """Positions that are up to one batch away from the samples that the loop has counted.
+def _data_disagreements(facts: Mapping[str, Fact]) -> dict[str, str]:
+    """A position that is one batch away from the samples that the loop has counted, over all ranks or those of its own rank.
 
-    Farther away it counts something else: only its own rank's samples, say.
+    A loop may count something else, such as samples that are not padded, or take from several positions: that is held against nothing.
     """
     counted = _number(facts, "progress.samples")
-    texts = []
-    for name, consumed in facts.items():
-        key = name.removesuffix(".samples_consumed")
-        if key == name or not counted or not isinstance(consumed, int):
-            continue
-        size, num_ranks = _number(facts, f"{key}.global_batch"), _number(facts, f"{key}.world_size")
-        if 0 < abs(consumed - counted) <= size and counted * num_ranks != consumed:
-            texts.append(f"{key} has handed out {consumed} samples, and the counters say {counted}")
-    return texts
+    positions = [name for name in facts if name.endswith(".samples_consumed")]
+    if len(positions) != 1 or not counted:
+        return {}
+    name = positions[0]
+    key = name.removesuffix(".samples_consumed")
+    consumed, num_ranks = _number(facts, name), _number(facts, f"{key}.world_size")
+    distances = {consumed - counted, consumed - counted * num_ranks}
+    size = _number(facts, f"{key}.global_batch")
+    if 0 in distances or distances.isdisjoint({-size, size}):
+        return {}
+    return {name: f"{key} has handed out {consumed} samples, and the counters say {counted}: a batch of {size} apart"}
 
 
-def _labelled(facts: Mapping[str, Fact], component: str) -> dict[str, Fact]:
+def _labelled(facts: Mapping[str, Fact], component: str) -> dict[str, int]:
+    """Label -> count of a component's parts."""
     return {
         name.removeprefix(component).removeprefix("."): fact
         for name, fact in facts.items()
-        if name == component or name.startswith(f"{component}.")
+        if isinstance(fact, int) and (name == component or name.startswith(f"{component}."))
     }
 
 

@@ -76,9 +76,9 @@ class ProbeRecord:
             ) from error
 
 
-def _read_value(name: object, part: object) -> ProbeValue:
-    dtype, shape, sha256, kept = part  # type: ignore[misc]
-    value = ProbeValue(name=name, dtype=dtype, shape=tuple(shape), sha256=sha256, kept=kept)  # type: ignore[arg-type]
+def _read_value(name: Any, part: Any) -> ProbeValue:
+    dtype, shape, sha256, kept = part
+    value = ProbeValue(name=name, dtype=dtype, shape=tuple(shape), sha256=sha256, kept=kept)
     texts = all(isinstance(text, str) for text in (value.name, value.dtype, value.sha256))
     if not texts or not all(type(size) is int for size in value.shape) or not isinstance(kept, bytes) or len(kept) % 8:
         raise ValueError("no value of a probe")

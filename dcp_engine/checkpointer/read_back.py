@@ -14,30 +14,7 @@ from dcp_engine.train_state import Difference, TrainState, differences
 from dcp_engine.train_state.labels import nest, part_of
 from dcp_engine.train_state.per_rank import PerRank, rank_of_name
 
-__all__ = ["ReadBack", "WatchedState", "read_back"]
-
-
-class WatchedState:
-    """A ``Stateful`` around a ``TrainState`` that remembers what was loaded into it. ``prepare`` is called on the state itself.
-
-    Attributes:
-        loaded: what the last load gave; None before one. Its tensors are the state's own.
-
-    Thread-safety: none.
-    """
-
-    def __init__(self, state: TrainState) -> None:
-        self._state = state
-        self.loaded: Mapping[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state's own."""
-        return self._state.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Has the state take it up. Raises as ``TrainState.load_state_dict``."""
-        self._state.load_state_dict(state_dict)
-        self.loaded = state_dict
+__all__ = ["ReadBack", "read_back"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +64,7 @@ def _settled(state: TrainState, component: str, value: Any, other: Any, resized:
         labels = state.parts(component)
         parts = {label: _without_blanks(part_of(value, label)) for label in labels}
         return nest(parts)
-    if component not in ("data", "extra", "rng", "scheduler", "scaler"):
+    if component not in ("data", "ema", "extra", "rng", "scheduler", "scaler"):
         return value
     parts = {}
     for label, part in state.parts(component).items():
@@ -102,8 +79,10 @@ def _settled(state: TrainState, component: str, value: Any, other: Any, resized:
 
 
 def _without_blanks(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    started = {name for name, (_, slots) in optimizer["membership"].items() if slots}
-    return {**optimizer, "state": {name: slots for name, slots in optimizer.get("state", {}).items() if name in started}}
+    """Without the groups that parameters are in, which ``report.moved`` tells of."""
+    slots = {name: names for name, (_, names) in optimizer["membership"].items()}
+    state = {name: values for name, values in optimizer.get("state", {}).items() if slots.get(name)}
+    return {**optimizer, "membership": slots, "state": state}
 
 
 def _checks_itself(part: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -118,5 +118,5 @@ def _placed(parameter: torch.Tensor) -> str:
     )
 
 
-def _are_texts(value: object) -> bool:
+def _are_texts(value: object) -> TypeGuard[list[str] | tuple[str, ...]]:
     return isinstance(value, list | tuple) and all(isinstance(part, str) for part in value)

@@ -127,7 +127,7 @@ _ABSENT: Final = {
 def decide_level(*, restored: Collection[str], findings: Sequence[Finding]) -> Verdict:
     """What a restore is worth. Pure.
 
-    A level is reached where all its components, and those of the levels below, are restored and no finding of theirs is an error. It is
+    A level is reached where no component of it, and of the levels below, was left out, and no finding of theirs is an error. It is
     ``"bitwise"`` at the highest level without any warning, on the same topology; ``"reproducible"`` where nothing but the topology, or the
     last bits of the probe, is other; else ``"recoverable"``.
 
@@ -153,10 +153,10 @@ def decide_level(*, restored: Collection[str], findings: Sequence[Finding]) -> V
 
 
 def _blocking(components: tuple[str, ...], restored: Collection[str], findings: Sequence[Finding]) -> list[str]:
-    reasons = [_reason(finding) for finding in findings if finding.severity == "error" and finding.component in components]
-    if components[0] not in restored and not any(finding.component == components[0] for finding in findings):
-        reasons.insert(0, f"{components[0]}: {_ABSENT[components[0]]}")
-    return reasons
+    told = [one for one in findings if one.component in components and (one.severity == "error" or one.kind == "left_out")]
+    first = components[0]
+    is_told = first in restored or any(finding.component == first for finding in told)
+    return [*([] if is_told else [f"{first}: {_ABSENT[first]}"]), *map(_reason, told)]
 
 
 def _reason(finding: Finding) -> str:

@@ -61,7 +61,7 @@ class Restored:
         info: of the checkpoint.
         record: what the checkpointer keeps in it.
         passed_over: newer steps that are damaged, and how.
-        replaceable: newer steps that this run may replace: those, and ones that hold a part of a state only.
+        replaceable: steps that this run comes to again, and may replace: those, and ones that hold a part of a state only.
         loaded: what was read, by key; its tensors are the state's own.
         load_report: of the load planner, where it is one of ours.
         phases: name -> seconds.
@@ -103,8 +103,9 @@ class Restoring:
         self._ranks = ranks
         self._members = members
 
-    def steps(self) -> list[int]:
-        """The steps that are committed in every root of the job, ascending; the same on all ranks.
+    def steps(self) -> tuple[list[int], frozenset[int]]:
+        """The steps that are committed in every root of the job, ascending, the same on all ranks; and those that only some roots hold,
+        of this rank's root.
 
         Raises:
             CheckpointNotFoundError: each node has steps of its own, and none is common to all.
@@ -122,7 +123,7 @@ class Restoring:
             )
         if not common:
             self._agree_on(None)  # a run that begins afresh because one rank looks at another place would be the worst
-        return sorted(common)
+        return sorted(common), frozenset(told[self._members.leader] or ()) - common
 
     def best_first(self, steps: Collection[int]) -> list[int]:
         """The steps that the metric of ``best`` is known of, the best first; the same on all ranks.

@@ -45,8 +45,8 @@ def eval_rng(generators: Generators | None = None, *, seed: int | None = None) -
             random.seed(seed)
         yield
     finally:
-        if not before["cuda"] and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # CUDA was started inside the block. Its generators start at the seed that torch.manual_seed() left for them.
+        if not before["cuda"]:
+            # CUDA had not been started. Its generators start, or were started in the block, at the last seed of torch.manual_seed().
             torch.cuda.manual_seed_all(seed_before)
         kept.load_state_dict(before)
 

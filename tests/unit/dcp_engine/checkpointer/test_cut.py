@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dcp_engine import Counters, PerRank, ResumableLoader, ResumableSampler, TrainState
-from dcp_engine.checkpointer.cut import Fact, facts_of, local_disagreements
+from dcp_engine.checkpointer.cut import Fact, disagreements_by_fact, facts_of, local_disagreements
 
 
 def trained(num_steps: int, **parts: Any) -> TrainState:
@@ -132,12 +132,12 @@ def test_count_in_the_groups_is_taken_where_parameters_have_none() -> None:
 
 
 def test_state_of_one_step_agrees() -> None:
-    assert local_disagreements(AGREED) == ()
-    assert local_disagreements(facts_of(trained(5), 5)) == ()
+    assert disagreements_by_fact(AGREED) == {}
+    assert disagreements_by_fact(facts_of(trained(5), 5)) == {}
 
 
 def test_counters_that_were_never_moved_are_held_against_nothing() -> None:
-    assert local_disagreements({**AGREED, "progress.step": 0, "progress.epoch": 0}) == ()
+    assert disagreements_by_fact({**AGREED, "progress.step": 0, "progress.epoch": 0}) == {}
 
 
 @pytest.mark.parametrize(
@@ -154,45 +154,68 @@ def test_counters_that_were_never_moved_are_held_against_nothing() -> None:
         ({"optimizer.critic": 6}, "optimizer 'critic' has taken 6 steps, and the counters say 5 (applied)"),
         ({"scheduler": 4}, "the scheduler has taken 4 steps, and the counters say 5 (applied) or 6 (attempted) or 1 (epoch)"),
         ({"scheduler.warm": 7}, "scheduler 'warm' has taken 7 steps, and the counters say 5 (applied) or 6 (attempted) or 1 (epoch)"),
-        ({"data.samples_consumed": 56}, "data has handed out 56 samples, and the counters say 48"),
-        ({"data.samples_consumed": 40}, "data has handed out 40 samples, and the counters say 48"),
-        ({"progress.samples": 56}, "data has handed out 48 samples, and the counters say 56"),
+        ({"data.samples_consumed": 56}, "data has handed out 56 samples, and the counters say 48: a batch of 8 apart"),
+        ({"data.samples_consumed": 40}, "data has handed out 40 samples, and the counters say 48: a batch of 8 apart"),
+        ({"progress.samples": 56}, "data has handed out 48 samples, and the counters say 56: a batch of 8 apart"),
     ],
 )
 def test_each_part_that_is_off_by_one_is_named(changed: dict[str, Fact], text: str) -> None:
-    assert local_disagreements({**AGREED, **changed}) == (text,)
+    (name,) = changed
+    disagreement = {"step": "progress.step", "progress.samples": "data.samples_consumed"}.get(name, name)
+    found = disagreements_by_fact({**AGREED, **changed})
+    assert found.pop(disagreement) == text
+    # The step is what all others are held against.
+    assert set(found) <= ({"optimizer", "scheduler"} if name == "progress.step" else set())
+
+
+def test_texts_are_those_of_all_facts() -> None:
+    torn = {**AGREED, "optimizer": 6, "scheduler.warm": 7}
+    assert local_disagreements(torn) == tuple(disagreements_by_fact(torn).values())
+    assert list(disagreements_by_fact(torn)) == ["optimizer", "scheduler.warm"]
 
 
 def test_what_a_step_stands_for_can_be_said() -> None:
-    assert local_disagreements({**AGREED, "scheduler": 6}, scheduler_counts="attempted") == ()
-    assert local_disagreements({**AGREED, "scheduler": 6}, scheduler_counts="applied") == (
-        "the scheduler has taken 6 steps, and the counters say 5 (applied)",
-    )
-    assert local_disagreements({**AGREED, "optimizer": 30}, optimizer_counts=None) == ()
+    assert disagreements_by_fact({**AGREED, "scheduler": 6}, scheduler_counts="attempted") == {}
+    assert disagreements_by_fact({**AGREED, "scheduler": 6}, scheduler_counts="applied") == {
+        "scheduler": "the scheduler has taken 6 steps, and the counters say 5 (applied)"
+    }
+    assert disagreements_by_fact({**AGREED, "optimizer": 30}, optimizer_counts=None) == {}
 
 
-@pytest.mark.parametrize("samples", [0, 24, 1000])
+@pytest.mark.parametrize("samples", [0, 24, 47, 50, 1000])
 def test_samples_that_are_counted_otherwise_are_not_held_against_the_position(samples: int) -> None:
     """Not at all, each rank its own, or something else altogether."""
-    assert local_disagreements({**AGREED, "progress.samples": samples}) == ()
+    assert disagreements_by_fact({**AGREED, "progress.samples": samples}) == {}
+
+
+@pytest.mark.parametrize("samples", [20, 28])
+def test_batch_is_missed_where_each_rank_counts_its_own(samples: int) -> None:
+    assert list(disagreements_by_fact({**AGREED, "progress.samples": samples})) == ["data.samples_consumed"]
+
+
+def test_several_positions_are_held_against_no_single_count() -> None:
+    second = {f"data.second.{name}": AGREED[f"data.{name}"] for name in ("global_batch", "world_size")}
+    assert disagreements_by_fact({**AGREED, **second, "data.second.samples_consumed": 0, "progress.samples": 8}) == {}
 
 
 def test_update_that_is_done_and_not_counted_yet_belongs_to_the_cycle() -> None:
     stepped: dict[str, Fact] = {**AGREED, "progress.micro_step": 2, "progress.grads_stepped": 1}
-    assert local_disagreements({**stepped, "optimizer": 6, "scheduler": 6}) == ()
-    assert local_disagreements({**stepped, "optimizer": 6, "scheduler": 5}) == ()
-    assert len(local_disagreements({**stepped, "optimizer": 7, "scheduler": 8})) == 2
+    assert disagreements_by_fact({**stepped, "optimizer": 6, "scheduler": 6}) == {}
+    assert disagreements_by_fact({**stepped, "optimizer": 6, "scheduler": 5}) == {}
+    assert len(disagreements_by_fact({**stepped, "optimizer": 7, "scheduler": 8})) == 2
     cycle = {**stepped, "progress.grads_stepped": 0}
-    assert len(local_disagreements({**cycle, "optimizer": 6})) == 1
+    assert len(disagreements_by_fact({**cycle, "optimizer": 6})) == 1
 
 
 def test_live_state_that_is_torn_is_named() -> None:
     state = trained(4)
     optimizer = state.parts("optimizer")[""]
     optimizer.step(lambda: state.parts("model")["0"](torch.ones(1, 3)).sum())
-    assert local_disagreements(facts_of(state, 4)) == ()  # no gradient, no step
+    assert disagreements_by_fact(facts_of(state, 4)) == {}  # no gradient, no step
     state.parts("model")["0"](torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    assert local_disagreements(facts_of(state, 4)) == ("the optimizer has taken 5 steps, and the counters say 4 (applied)",)
+    assert disagreements_by_fact(facts_of(state, 4)) == {"optimizer": "the optimizer has taken 5 steps, and the counters say 4 (applied)"}
     state.parts("data")[""].consumed()
-    assert local_disagreements(facts_of(state, 4), optimizer_counts=None) == ("data has handed out 20 samples, and the counters say 16",)
+    assert disagreements_by_fact(facts_of(state, 4), optimizer_counts=None) == {
+        "data.samples_consumed": "data has handed out 20 samples, and the counters say 16: a batch of 4 apart"
+    }
