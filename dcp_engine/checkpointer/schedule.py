@@ -22,7 +22,7 @@ class Schedule:
     """Keeps the pace of one rank, and asks for decisions. All ranks make the same calls.
 
     With rules by steps each rank decides for itself, and they all say the same. With rules by time the first rank decides: a message to all
-    ranks at the steps that its last answer named, about ten for each save.
+    ranks at the steps that its last answer named, some 2 log2(n) for a save every n steps.
 
     Args:
         when: the rules; None: nobody asks, and only the pace is kept.
@@ -93,7 +93,7 @@ class Schedule:
 
     def _begin(self, step: int) -> None:
         if not self._has_begun:
-            self._pace = replace(self._pace, last_step=step - 1).at(self._clock())
+            self._pace = self._pace.begun(step).at(self._clock())
             self._has_begun = True
 
     def _decide(self, when: When, step: int) -> SaveDecision:

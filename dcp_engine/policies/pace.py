@@ -23,6 +23,7 @@ class Pace:
         last_step: the newest step that was saved, or that the run began behind.
         clock_secs: the newest reading of a monotonic clock, of any zero; None before the first.
         since_secs: from the beginning of the newest save, or of this process's part of the run, to that reading.
+        since_step: the step that had been made at that beginning.
         stalled_secs: the part of it in which a save kept training from training.
         stalls: for how long each of the newest saves kept training from training, oldest first, in seconds.
         durable_secs: from the beginning of the newest durable save until it was durable.
@@ -33,6 +34,7 @@ class Pace:
     last_step: int = 0
     clock_secs: float | None = None
     since_secs: float = 0.0
+    since_step: int = 0
     stalled_secs: float = 0.0
     stalls: tuple[float, ...] = ()
     durable_secs: float = 0.0
@@ -50,9 +52,13 @@ class Pace:
         passed = 0.0 if self.clock_secs is None else max(0.0, now_secs - self.clock_secs)
         return replace(self, clock_secs=now_secs, since_secs=self.since_secs + passed, running_secs=self.running_secs + passed)
 
+    def begun(self, step: int) -> Self:
+        """A process begins to tell its steps, with this one: it is not saved yet."""
+        return replace(self, last_step=step - 1, since_step=step)
+
     def saved(self, step: int) -> Self:
         """A save of this step begins, at the time of the newest reading."""
-        return replace(self, last_step=step, since_secs=0.0, stalled_secs=0.0)
+        return replace(self, last_step=step, since_secs=0.0, since_step=step, stalled_secs=0.0)
 
     def restarted(self, step: int) -> Self:
         """A process that goes on behind this step, with a clock of its own, after one that died."""
@@ -78,4 +84,4 @@ class Pace:
     def step_secs(self, step: int) -> float | None:
         """Mean duration of a step since the newest save; None where none is over."""
         trained_secs = self.since_secs - self.stalled_secs
-        return trained_secs / (step - self.last_step) if step > self.last_step and trained_secs > 0 else None
+        return trained_secs / (step - self.since_step) if step > self.since_step and trained_secs > 0 else None

@@ -125,7 +125,7 @@ class SaveDecision:
     Attributes:
         save: whether.
         reason: why, or why not, in words.
-        ask_again_step: no rule can ask for a save before this step, if steps go on taking the time that they have taken.
+        ask_again_step: no rule asks for a save before this step, if steps go on taking the time that they have taken.
         interval: with ``secs="auto"``, what was found to be best; None before the first save.
         conflict: a rule that the budget overrides, with both numbers; else None.
     """
@@ -142,8 +142,8 @@ def decide_save(when: When, pace: Pace, step: int) -> SaveDecision:
 
     With rules by steps alone, every rank can ask for itself, with its own ``Pace.last_step``, and all get the same answer. Where
     :attr:`When.uses_time`, times differ from rank to rank: one rank measures, asks, and sends the whole decision to the others (it
-    pickles); none of them asks again before ``ask_again_step``, at which all meet again. That is half of the way to the next save, so
-    that an interval of n steps costs about log2(n) such messages.
+    pickles); none of them asks again before ``ask_again_step``, at which all meet again. That is at most half of the way to the next
+    save, and at most as far as steps have been timed, so that an interval of n steps costs about 2 log2(n) such messages.
 
     Args:
         when: the rules.
@@ -197,11 +197,15 @@ def _auto_interval(when: When, pace: Pace) -> Interval | None:
 
 
 def _ask_again_step(pace: Pace, step: int, due_step: int | None, left_secs: float | None) -> int:
-    """Half of the way to when time may ask for a save, and not beyond the next step that is due: steps may get slower."""
+    """Half of the way to when time may ask for a save, but not beyond the next step that is due.
+
+    Nor further ahead than steps have been timed: they may get slower, and the first ones say little.
+    """
     candidates = [] if due_step is None else [due_step]
     if left_secs is not None:
         step_secs = pace.step_secs(step)
-        candidates.append(step + (1 if step_secs is None else max(1, int(left_secs / step_secs / 2))))
+        ahead = 1 if step_secs is None else min(int(left_secs / step_secs / 2), step - pace.since_step)
+        candidates.append(step + max(1, ahead))
     return min(candidates, default=step + 1)
 
 

@@ -29,7 +29,7 @@ def _saved_steps(when: When, num_steps: int) -> list[int]:
 
 
 def _pace(since_secs: float = 0.0, *, last_step: int = 0, stalls: tuple[float, ...] = (), **others: Any) -> Pace:
-    return Pace(since_secs=since_secs, last_step=last_step, stalls=stalls, **others)
+    return Pace(since_secs=since_secs, last_step=last_step, since_step=last_step, stalls=stalls, **others)
 
 
 # -- by steps -----------------------------------------------------------------------------------------------------------------
@@ -123,13 +123,20 @@ def test_whoever_waits_for_time_asks_again_half_way() -> None:
     assert decide_save(When(secs=1000), _pace(995, last_step=100), 199).ask_again_step == 200
 
 
+def test_the_first_step_says_nothing_of_how_long_steps_take() -> None:
+    pace = Pace().begun(7).at(50.0).at(50.001)  # asked twice within a millisecond, at the first step
+    decision = decide_save(When(secs=600), pace, 7)
+    assert (decision.save, decision.ask_again_step) == (False, 8)
+
+
 def test_an_interval_of_many_steps_takes_few_questions() -> None:
     step, left = 1, []
     while not (decision := decide_save(When(secs=750), _pace(step / 8), step)).save:  # 1/8 s a step
         left.append(6000 - step)
         step = decision.ask_again_step
     assert step == 6000
-    assert left == [5999, 3000, 1500, 750, 375, 188, 94, 47, 24, 12, 6, 3, 2, 1]
+    doubled = [6000 - 2**power for power in range(12)]
+    assert left == [*doubled, 1976, 988, 494, 247, 124, 62, 31, 16, 8, 4, 2, 1]
 
 
 # -- the budget ---------------------------------------------------------------------------------------------------------------
@@ -146,7 +153,7 @@ def test_a_due_step_waits_for_the_budget_and_both_numbers_are_shown() -> None:
     early = decide_save(When(steps=100, budget=0.02), _pace(50, last_step=100, stalls=(4.0,)), 200)
     assert not early.save
     assert early.conflict == "step 200 is due, and an overhead budget of 2.00% allows one every 200 s: the budget wins"
-    assert early.ask_again_step == 200 + 150 // 2 * 2  # 0.5 s a step, 150 s left: 300 steps, half of them
+    assert early.ask_again_step == 300  # 0.5 s a step, 150 s left: 300 steps; half of them are more than the 100 that were timed
     assert decide_save(When(steps=100, budget=0.02), _pace(200, last_step=100, stalls=(4.0,)), 500).save
 
 
