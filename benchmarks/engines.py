@@ -75,16 +75,24 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def dcp_engine(*, codec: str, threads: int, name: str = "") -> Engine:
-    """Ours, with our planners; always durable and always checked."""
+def dcp_engine(*, codec: str, threads: int, name: str = "", verify: bool = True) -> Engine:
+    """Ours, with our planners; always durable.
+
+    Args:
+        codec: of the writer.
+        threads: of writer and reader.
+        name: as the tables show it.
+        verify: check the digests of what is loaded. Without them it has no part in the ratios of those that check.
+    """
 
     def save(path: str, state: State) -> None:
         dcp.save(state.nested, storage_writer=ShardWriter(path, codec=codec, threads=threads), planner=BalancedSavePlanner())
 
     def load(path: str, state: State) -> None:
-        dcp.load(state.nested, storage_reader=ShardReader(path, threads=threads), planner=ReshardLoadPlanner())
+        dcp.load(state.nested, storage_reader=ShardReader(path, threads=threads, verify=verify), planner=ReshardLoadPlanner())
 
-    return Engine(name=name or f"dcp-engine {codec}", role="ours", save=save, load=load)
+    note = "" if verify else "digests not compared, for peers that have none"
+    return Engine(name=name or f"dcp-engine {codec}", role="ours", save=save, load=load, comparable=verify, note=note)
 
 
 def dcp_stock(*, threads: int, sync: bool = True, durable: bool = True, checksums: bool = True) -> Engine:

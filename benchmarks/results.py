@@ -71,9 +71,9 @@ class CaseResult:
         """The system of that name, if it has a figure."""
         return next((system for system in self.systems if system.name == name and system.secs), None)
 
-    def times_faster(self, than: SystemResult | None) -> Spread | None:
-        """How many times as long another system takes as ours: median and spread of the rounds' ratios."""
-        ours = self.best("ours")
+    def times_faster(self, than: SystemResult | None, ours: SystemResult | None = None) -> Spread | None:
+        """How many times as long another system takes as ours, the best one if None: median and spread of the rounds' ratios."""
+        ours = self.best("ours") if ours is None else ours
         return ratio(than.secs, ours.secs) if ours is not None and than is not None else None
 
 

@@ -19,6 +19,7 @@ __all__ = ["LoadRaw"]
 _WARM = "warm load"
 _COLD = "cold load"
 _MAPPED = ("safetensors", "torch.load mmap")
+_UNCHECKED = "dcp-engine raw, unchecked"
 
 
 class LoadRaw:
@@ -43,7 +44,7 @@ class LoadRaw:
                     rounds=2 if options.quick else 5,
                     budget_secs=30 if cold else 25,
                     measure_memory=place is where[0] and not cold,
-                    compared=frozenset(_MAPPED),
+                    compared=frozenset((*_MAPPED, _UNCHECKED)),
                     cold=cold,
                 )
 
@@ -54,8 +55,12 @@ class LoadRaw:
             cold = case.name.startswith(_COLD)
             claims.append(Claim.of_ratio(f"{case.name}: times DCP", 1.7 if cold else 3.5, case.times_faster(case.best("dcp"))))
             if not cold:
+                unchecked = case.named(_UNCHECKED)
                 for name in _MAPPED:
                     claims.append(Claim.of_ratio(f"{case.name}: times {name}", 1.0, case.times_faster(case.named(name))))
+                    if unchecked is not None:
+                        ratio = case.times_faster(case.named(name), unchecked)
+                        claims.append(Claim.of_ratio(f"{case.name}, nothing checked by either: times {name}", 1.0, ratio))
                 pread = next((system for system in case.systems if system.name.startswith("plain pread") and system.secs), None)
                 claims.append(Claim.of_ratio(f"{case.name}: share of plain pread", 0.85, case.times_faster(pread)))
         return claims
@@ -64,6 +69,7 @@ class LoadRaw:
         """What a reader has to know."""
         return [
             "Every engine has saved its own files. DCP's reader has one thread whatever the writer had.",
+            "Who maps a file checks nothing of it, so the engine is there a second time without its digests: like against like.",
             "Peak memory of engines that map their file holds its pages, which the kernel may take back.",
         ]
 
@@ -87,6 +93,7 @@ def _engines(options: Options, state: State) -> list[Engine]:
     )
     return [
         dcp_engine(codec="raw", threads=options.threads),
+        dcp_engine(codec="raw", threads=options.threads, name=_UNCHECKED, verify=False),
         replace(dcp_stock(threads=options.threads, durable=False), name="DCP"),
         *peers(sync=False),
         plain,

@@ -26,7 +26,7 @@ from dcp_engine.checkpointer.report import RestoreReport
 from dcp_engine.checkpointer.restoring import Restoring
 from dcp_engine.checkpointer.rng_guard import eval_rng, generators_of
 from dcp_engine.checkpointer.saving import Saving
-from dcp_engine.errors import CheckpointNotFoundError, ClosedError, DcpEngineError, InvalidOptionError
+from dcp_engine.errors import CheckpointNotFoundError, ClosedError, DcpEngineError
 from dcp_engine.policies import Health, Keep, KeepPlan, When
 from dcp_engine.staging import DoubleBufferStager
 from dcp_engine.storage import RunRoot, VerifyReport, verify_checkpoint
@@ -138,6 +138,7 @@ class Checkpointer:
         self._root = RunRoot(root, options.storage_options, signing_key=signing_key)
         self._ranks = Ranks.of(process_group, timeout_secs=timeout_secs)
         self._members = self._ranks.of_node(timeout_secs=timeout_secs) if node_local else self._ranks
+        # Now, and not at the first save, an hour later.
         self._ranks.everyone_makes(lambda: self._root.check_own() if self._members.is_first else None)
         self._saver = BackgroundSaver(
             stager=stager,
@@ -151,7 +152,7 @@ class Checkpointer:
         self.stager = self._saver.stager
         if node_local and planner is None:
             planner = NodePlanner()
-        self._policies = Policies(self._root, options, self._ranks)
+        self._policies = Policies(self._root, options, self._ranks, self._members)
         self._saving = Saving(self._root, options, self._ranks, self._members, self._saver, self._policies, planner)
         self._restoring = Restoring(self._root, options, self._ranks, self._members)
         self._evaluations = EvaluationLog(self._root.path, options.storage_options)
@@ -279,7 +280,7 @@ class Checkpointer:
         self._note(parts)
         if components is not None:
             parts = parts.narrowed(components)
-        order, lonely = self._order(step)
+        order, lonely = self._restoring.order(step)
         if not order:
             if missing_ok and step == "latest":
                 return None
@@ -291,6 +292,8 @@ class Checkpointer:
         restored = self._restoring.restore(parts, order, may_fall_back=isinstance(step, str), planner=planner)
         if step == "latest" and components is None:
             self._saving.resumed(restored.replaceable | lonely)
+        elif components is None and self._ranks.is_first and (newer := [one for one in self._root.steps() if one > restored.info.step]):
+            logger.warning("steps %s are newer than the restored one: this run can save none up to the last of them there", newer)
         if components is None:
             self._policies.resumed(restored.info.step, restored.record.policies)
         report = report_of(restored, parts, self._ranks, probe=probe, tolerance=probe_tolerance)
@@ -391,23 +394,3 @@ class Checkpointer:
         """Its generators are left alone by evaluations, too."""
         state = parts.train_state
         self._seen = self._seen if state is None else weakref.ref(state)
-
-    def _order(self, step: int | str) -> tuple[list[int], frozenset[int]]:
-        """The steps to try, the same on all ranks; and those that only some nodes hold."""
-        if isinstance(step, bool) or not (isinstance(step, int) or step in ("latest", "best")):
-            raise InvalidOptionError("this is no step to restore", expected='"latest", "best" or a number', found=repr(step)[:300])
-        there, lonely = self._restoring.steps()
-        if step == "latest":
-            return there[::-1], lonely
-        if step == "best":
-            return self._restoring.best_first(there), lonely
-        if step not in there:
-            raise CheckpointNotFoundError(
-                "there is no such step",
-                path=self._root.path,
-                step=int(step),
-                expected=f"one of {there}" if there else "a committed step",
-                found=step,
-                remedy="restore one of those, or the newest",
-            )
-        return [step], lonely

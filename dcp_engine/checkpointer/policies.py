@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,12 +13,14 @@ from dcp_engine.checkpointer.policy_record import PolicyRecord
 from dcp_engine.checkpointer.ranks import Ranks
 from dcp_engine.checkpointer.retention import Retention, numbers_in
 from dcp_engine.checkpointer.schedule import Schedule
-from dcp_engine.errors import InvalidOptionError
+from dcp_engine.errors import InvalidOptionError, StorageError
 from dcp_engine.policies import HealthVerdict, Keep, KeepPlan, When
 from dcp_engine.storage import EpochClaim, RunRoot
 from dcp_engine.train_state import TrainState
 
 __all__ = ["Policies"]
+
+logger = logging.getLogger(__name__)
 
 _UNKNOWN, _HEALTHY, _UNHEALTHY = range(3)
 
@@ -29,13 +32,17 @@ class Policies:
         root: of the checkpointer.
         options: of the checkpointer.
         ranks: all of the job.
+        members: those of them that write to this root.
 
     Thread-safety: one thread, but for ``durable``, which the saver's calls, and ``plan``.
     """
 
-    def __init__(self, root: RunRoot, options: CheckpointerOptions, ranks: Ranks) -> None:
+    def __init__(self, root: RunRoot, options: CheckpointerOptions, ranks: Ranks, members: Ranks) -> None:
+        self._root = root
         self._options = options
         self._ranks = ranks
+        self._members = members
+        self._everywhere: int | None = None
         self._cadence = Cadence(options.cadence)
         self._has_schedule = options.when is not None
         self._schedule = Schedule(None if options.when is None else When.of(options.when), ranks)
@@ -50,12 +57,17 @@ class Policies:
         return ("*",) if state is None else state.components
 
     def saving(self, step: int, metadata: Mapping[str, Any] | None) -> PolicyRecord:
-        """A save begins: what is noted in it. With ``health``, all ranks agree in one number: a state is as bad as its worst rank.
+        """A save begins: what is noted in it.
+
+        With ``health``, all ranks agree in one number: a state is as bad as its worst rank. With ``keep`` and ``node_local``, nodes tell each
+        other what they hold: none may remove a step for one that another node has failed to save.
 
         Raises:
             CoordinationError: a rank is gone.
         """
         health = self._health(metadata)
+        if self._options.keep is not None and self._options.node_local:
+            self._everywhere = self._newest_everywhere()
         if isinstance(step, bool) or not isinstance(step, int):
             return PolicyRecord()  # what is no step is refused by the save, on the rank that passed it
         self._schedule.saving(step)
@@ -80,7 +92,7 @@ class Policies:
     def durable(self, claim: EpochClaim, step: int) -> None:
         """A step is durable: what it makes superfluous goes. On the rank that removes. Raises as :meth:`Retention.run`."""
         if self._options.keep is not None:
-            self._retention.run(self._options.keep, claim, step)
+            self._retention.run(self._options.keep, claim, step, everywhere=self._everywhere)
 
     def plan(self, keep: Keep | None) -> KeepPlan:
         """What rules make of the steps that are there; None: those of the options.
@@ -93,7 +105,20 @@ class Policies:
             raise InvalidOptionError(
                 "nothing says what to keep", expected="Checkpointer(root, keep=Keep(...)), or a Keep here", found=repr(keep)[:300]
             )
-        return self._retention.plan(keep)
+        return self._retention.plan(keep, everywhere=self._everywhere)
+
+    def _newest_everywhere(self) -> int:
+        """The newest step that all nodes hold; below 0 where there is none."""
+
+        def mine() -> frozenset[int] | None:
+            try:
+                return frozenset(self._root.steps()) if self._members.is_first else None
+            except StorageError as error:
+                logger.warning("nothing is removed, since it cannot be told which steps are there: %s", error)
+                return frozenset()
+
+        held = [steps for steps in self._ranks.everyone_makes(mine) if steps is not None]
+        return max(frozenset.intersection(*held), default=-1)
 
     def _health(self, metadata: Mapping[str, Any] | None) -> HealthVerdict:
         health = self._options.health

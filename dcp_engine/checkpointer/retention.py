@@ -64,16 +64,24 @@ class Retention:
         self._known: dict[int, _Known] = {}
         self._verified: dict[str, bool] = {}
 
-    def plan(self, keep: Keep) -> KeepPlan:
+    def plan(self, keep: Keep, *, everywhere: int | None = None) -> KeepPlan:
         """What these rules make of the steps that are there. Removes nothing; who reads a step is not told.
+
+        Args:
+            keep: the rules.
+            everywhere: where each node has a root of its own, the newest step that all of them hold: what is newer does not count as
+                durable. None: there is one root.
 
         Raises:
             StorageError kinds: the steps cannot be read.
         """
-        return plan_keep(keep, self._facts(keep.best))
+        facts = self._facts(keep.best)
+        if everywhere is not None:
+            facts = [replace(one, is_durable=one.step <= everywhere) for one in facts]
+        return plan_keep(keep, facts)
 
-    def run(self, keep: Keep, claim: EpochClaim, saved_step: int) -> RetentionReport:
-        """Remove what goes, now that a step is durable.
+    def run(self, keep: Keep, claim: EpochClaim, saved_step: int, *, everywhere: int | None = None) -> RetentionReport:
+        """Remove what goes, now that a step is durable. Arguments as for :meth:`plan`.
 
         Raises:
             FencedError: a newer run has the root. StorageError kinds: something could not be read or removed; the rest stays.
@@ -82,7 +90,7 @@ class Retention:
             self._known.pop(saved_step, None)  # it may have replaced one of its number
         if keep.verified:
             self._verify(saved_step)
-        plan = self.plan(keep)
+        plan = self.plan(keep, everywhere=everywhere)
         retired, in_use, stuck = [], [], []
         for step in plan.surplus:
             try:

@@ -69,13 +69,13 @@ class Saving:
         self._policies = policies
         self._planner = planner
         self._start: _Start | None = None
-        self._replaceable: frozenset[int] = frozenset()
+        self._replaceable: set[int] = set()
         self._handles: list[SaveHandle] = []
-        self._newest = -1
+        self._saved: set[int] = set()
 
     def resumed(self, replaceable: frozenset[int]) -> None:
         """The run goes on behind these steps, which are damaged or hold a part only: it comes to them again, and replaces them."""
-        self._replaceable = replaceable
+        self._replaceable = set(replaceable)
 
     def save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None, probe: Callable[[], Any] | None) -> SaveHandle:
         """See ``Checkpointer.save``."""
@@ -106,7 +106,8 @@ class Saving:
 
     def is_saved(self, step: int) -> bool:
         """Whether this run has saved the step, or is about to."""
-        return step in self._own_steps()
+        self._settle()
+        return step in self._saved or any(step == handle.step for handle in self._handles)
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 
@@ -126,7 +127,8 @@ class Saving:
         )
         if self._options.if_busy == "error":
             raise error
-        logger.warning("%s", error)
+        if self._ranks.is_first:
+            logger.warning("%s", error)
         return SaveHandle.of_skipped(error, step=step, path=self._root.path)
 
     def _begin(self) -> None:
@@ -146,18 +148,19 @@ class Saving:
         claim = self._root.claim(self._options.run_id)
         return _Start(claim, tuple(self._root.steps()))
 
-    def _own_steps(self) -> list[int]:
-        """Steps of this run that are saved, or under way."""
+    def _settle(self) -> None:
+        """Note which saves have ended, and how. A step whose save failed may be saved again."""
         for handle in [handle for handle in self._handles if handle.done()]:
             self._handles.remove(handle)
             if handle.is_durable and handle.step is not None:
-                self._newest = max(self._newest, handle.step)
-        steps = [self._newest, *(handle.step for handle in self._handles if handle.step is not None)]
-        return [step for step in steps if step >= 0]
+                self._saved.add(handle.step)
+                self._replaceable.discard(handle.step)
 
     def _check_order(self, step: int) -> None:
         self._root.path_of(step)  # refuses what is no step
-        own = max(self._own_steps(), default=None)
+        self._settle()
+        under_way = {handle.step for handle in self._handles if handle.step is not None}
+        own = max((self._saved - self._replaceable) | under_way, default=None)
         if own is not None and step <= own:
             raise InvalidOptionError(
                 "steps go backwards",
@@ -168,7 +171,7 @@ class Saving:
                 remedy="save each step once; a run that starts over needs a root of its own",
             )
         assert self._start is not None
-        there = max((one for one in self._start.steps if one not in self._replaceable), default=None)
+        there = max(set(self._start.steps) - self._replaceable, default=None)
         if there is not None and step <= there:
             raise CheckpointExistsError(
                 "steps go backwards: the root holds a newer one",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,29 @@ def test_a_state_is_as_bad_as_its_worst_rank(ranks: RankPool, tmp_path: Path) ->
     assert RunRoot(root).steps() == [2, 4]
     facts = {step: facts_of_step(RunRoot(root).look(step)) for step in (2, 4)}
     assert (facts[2].is_healthy, facts[4].is_healthy) == (True, False)
+
+
+def save_on_nodes(root: str, failing: int) -> list[list[int]]:
+    """Two ranks that are a node each, with a root of its own. Node 1 has no room for one of the steps."""
+    os.environ["GROUP_RANK"] = str(dist.get_rank())
+    root = f"{root}-{dist.get_rank()}"
+    there = []
+    state = {"w": torch.zeros(100)}
+    with Checkpointer(root, node_local=True, keep=Keep(last=1)) as checkpointer:
+        for step in range(1, 6):
+            state["w"].fill_(step)
+            if step == failing and dist.get_rank() == 1:
+                Path(root, f"step-{step:08d}").mkdir()
+                Path(root, f"step-{step:08d}", "in the way").touch()
+            handle = checkpointer.save(step, state)
+            handle.exception()
+            dist.barrier()
+            there.append(checkpointer.steps())
+    return there
+
+
+def test_nodes_keep_the_newest_step_that_all_of_them_hold(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, save_on_nodes, str(tmp_path / "run"), 3)
+    # When a save begins, the one before it is everywhere: only then may what is older go.
+    assert first == [[1], [1, 2], [2, 3], [2, 3, 4], [4, 5]]
+    assert second == [[1], [1, 2], [1, 2], [2, 4], [4, 5]]

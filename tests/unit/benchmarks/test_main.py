@@ -20,7 +20,15 @@ from benchmarks.results import CaseResult, Claim
 from benchmarks.rows import ROWS
 
 STATE_BYTES = 8_000_000
-ALWAYS = {"dcp-engine raw", "DCP", "torch.save", "torch.load mmap", "plain pread, 2 threads", "memcpy, 2 threads"}
+ALWAYS = {
+    "dcp-engine raw",
+    "dcp-engine raw, unchecked",
+    "DCP",
+    "torch.save",
+    "torch.load mmap",
+    "plain pread, 2 threads",
+    "memcpy, 2 threads",
+}
 ABSENT = {"safetensors", "torch-checkpointing", "torchsnapshot"}
 
 

@@ -31,6 +31,7 @@ def test_the_best_configuration_is_the_fastest_that_does_the_same_work() -> None
     assert best is not None
     assert best.name == "DCP b"
     assert case.times_faster(best) == Spread(2.0, 2.0, 3.0, 3)
+    assert case.times_faster(best, best) == Spread(1.0, 1.0, 1.0, 3)
     assert case.best("peer") is None
     assert case.times_faster(case.best("peer")) is None
     assert case.named("other") is None

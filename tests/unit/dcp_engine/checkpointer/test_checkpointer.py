@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +308,20 @@ def test_an_unwritable_root_is_an_error_of_the_first_save(tmp_path: Path) -> Non
         (tmp_path / "run").write_text("a")  # after it was made
         with pytest.raises((StorageError, InvalidOptionError)):
             checkpointer.save(1, {"a": torch.ones(1)})
+
+
+def test_a_root_may_be_in_an_object_store() -> None:
+    root = f"memory://{uuid.uuid4().hex}/run"
+    run = Run()
+    with Checkpointer(root, save_every=1, best=("loss", "min")) as checkpointer:
+        for _ in range(3):
+            run.step()
+            checkpointer.maybe_save(run.counters.step, run.state)
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 2, 3]
+        checkpointer.record_evaluation(2, {"loss": 0.5})
+        other = Run(seed=1)
+        for step, found in (("latest", 3), ("best", 2), (1, 1)):
+            report = checkpointer.restore(other.state, step)
+            assert report is not None
+            assert (report.step, report.quality, other.counters.step) == (found, "bitwise", found)
