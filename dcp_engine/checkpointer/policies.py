@@ -59,8 +59,8 @@ class Policies:
     def saving(self, step: int, metadata: Mapping[str, Any] | None) -> PolicyRecord:
         """A save begins: what is noted in it.
 
-        With ``health``, all ranks agree in one number: a state is as bad as its worst rank. With ``keep`` and ``node_local``, nodes tell each
-        other what they hold: none may remove a step for one that another node has failed to save.
+        With ``health``, all ranks agree in one number: a state is as bad as its worst rank. With ``keep`` and ``node_local``, nodes tell
+        each other what they hold: none may remove a step for one that another node has failed to save.
 
         Raises:
             CoordinationError: a rank is gone.
