@@ -27,7 +27,7 @@ from dcp_engine.checkpointer.restoring import Restoring
 from dcp_engine.checkpointer.rng_guard import eval_rng, generators_of
 from dcp_engine.checkpointer.saving import Saving
 from dcp_engine.errors import CheckpointNotFoundError, ClosedError, DcpEngineError
-from dcp_engine.policies import Health, Keep, KeepPlan, When
+from dcp_engine.policies import Health, Keep, KeepPlan, Room, When
 from dcp_engine.staging import DoubleBufferStager
 from dcp_engine.storage import RunRoot, VerifyReport, verify_checkpoint
 from dcp_engine.storage.keys import KeySource
@@ -70,6 +70,7 @@ class Checkpointer:
             :class:`~dcp_engine.policies.Keep`.
         health: what makes a state healthy, by the numbers in ``save(metadata=...)``, as in ``{"loss": 2.5}``, of all ranks: ``keep`` never
             removes the last healthy step. Takes one all-reduce of a number for each save. See :class:`~dcp_engine.policies.Health`.
+        room: what has to be free before a save starts, as in ``Room()``: the size of the last one and a tenth. None: nobody looks.
         best: metric that ``restore(step="best")`` goes by, and its direction: ``("loss", "min")``.
         if_busy: what a save does while an earlier one is under way on any rank: ``"wait"``: waits for a staging buffer, which is free at
             most times; ``"skip"``: is left out, on all ranks; ``"error"``: raises, on all ranks.
@@ -101,6 +102,7 @@ class Checkpointer:
         when: When | Literal["auto"] | None = None,
         keep: Keep | None = None,
         health: Health | None = None,
+        room: Room | None = None,
         best: tuple[str, Mode] | None = None,
         if_busy: str = "wait",
         executor: str = "thread",
@@ -124,6 +126,7 @@ class Checkpointer:
             when=when,
             keep=keep,
             health=health,
+            room=room,
             best=best,
             if_busy=if_busy,
             node_local=node_local,
@@ -189,6 +192,7 @@ class Checkpointer:
             MixedStepsError, StateError kinds: the state is not of one step, or cannot be saved now, inside an accumulation cycle, say.
                 With several ranks the handle has this error, on all of them.
             SaverBusyError: with ``if_busy="error"``. FencedError: a newer run has claimed the root. ClosedError.
+            StorageFullError: with ``room``, on all ranks: the save would not fit. Nothing was written.
             StorageError kinds: at the first save, the root cannot be claimed.
         """
         self._require_open(step)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from dcp_engine.errors import InvalidOptionError
-from dcp_engine.policies import Health, Keep, When
+from dcp_engine.policies import Health, Keep, Room, When
 from dcp_engine.storage import ShardReader, ShardWriter
 from dcp_engine.storage.keys import KeySource
 from dcp_engine.storage.label import check_run_id
@@ -37,6 +37,7 @@ class CheckpointerOptions:
     when: When | Literal["auto"] | None = None
     keep: Keep | None = None
     health: Health | None = None
+    room: Room | None = None
     best: tuple[str, Mode] | None = None
     if_busy: str = "wait"
     node_local: bool = False
@@ -69,6 +70,7 @@ class CheckpointerOptions:
                     remedy="When(steps=...) is the same as a number of save_every",
                 )
         _check_kind("keep", self.keep, Keep, "Keep(last=5)")
+        _check_kind("room", self.room, Room, "Room(growth=0.1)")
         _check_kind("health", self.health, Health, 'Health(at_most={"grad_norm": 100.0})')
         _check_best(self.best)
         _check_names("writer_options", self.writer_options, ShardWriter.__init__, _ALWAYS | _OF_EACH_SAVE)

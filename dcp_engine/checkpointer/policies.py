@@ -13,7 +13,7 @@ from dcp_engine.checkpointer.policy_record import PolicyRecord
 from dcp_engine.checkpointer.ranks import Ranks
 from dcp_engine.checkpointer.retention import Retention, numbers_in
 from dcp_engine.checkpointer.schedule import Schedule
-from dcp_engine.errors import InvalidOptionError, StorageError
+from dcp_engine.errors import DcpEngineError, InvalidOptionError, StorageError
 from dcp_engine.policies import HealthVerdict, Keep, KeepPlan, When
 from dcp_engine.storage import EpochClaim, RunRoot
 from dcp_engine.train_state import TrainState
@@ -88,6 +88,23 @@ class Policies:
     def resumed(self, step: int, record: PolicyRecord) -> None:
         """The run goes on behind a step, whose checkpoint says this."""
         self._schedule.resumed(step, record)
+
+    def require_room(self, claim: EpochClaim, step: int, *, num_under_way: int) -> None:
+        """Return on all ranks if the save fits wherever it goes; with ``room`` only, for a round over all ranks.
+
+        Raises:
+            StorageFullError: on all ranks, it does not fit. StorageError kinds, FencedError, likewise.
+        """
+        room = self._options.room
+        if room is None:
+            return
+        error: DcpEngineError | None = None
+        if self._members.is_first:
+            try:
+                self._retention.require_room(room, claim, step=step, num_under_way=num_under_way)
+            except DcpEngineError as failure:
+                error = failure
+        self._ranks.agree(error)
 
     def durable(self, claim: EpochClaim, step: int) -> None:
         """A step is durable: what it makes superfluous goes. On the rank that removes. Raises as :meth:`Retention.run`."""

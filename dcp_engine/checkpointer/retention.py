@@ -12,8 +12,14 @@ from datetime import UTC, datetime
 from dcp_engine.checkpointer.evaluation import EvaluationLog
 from dcp_engine.checkpointer.options import CheckpointerOptions
 from dcp_engine.checkpointer.record import SaveRecord
-from dcp_engine.errors import CheckpointNotFoundError, CorruptCheckpointError, StepInUseError, UnsupportedVersionError
-from dcp_engine.policies import Best, Keep, KeepPlan, StepFacts, plan_keep
+from dcp_engine.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StepInUseError,
+    StorageFullError,
+    UnsupportedVersionError,
+)
+from dcp_engine.policies import Best, Keep, KeepPlan, Room, StepFacts, check_room, plan_keep
 from dcp_engine.storage import EpochClaim, RunRoot, verify_checkpoint
 from dcp_engine.storage.step_info import StepInfo
 
@@ -44,7 +50,8 @@ class _Known:
     """A step, and which checkpoint it was: another one may get its number."""
 
     facts: StepFacts
-    nonce: str | None
+    nonce: str | None = None
+    stored_bytes: int = 0
 
 
 class Retention:
@@ -54,7 +61,7 @@ class Retention:
         root: whose steps they are.
         options: of the checkpointer.
 
-    Thread-safety: ``plan`` from any thread, ``run`` from one.
+    Thread-safety: ``plan`` and ``require_room`` from any thread, ``run`` from one.
     """
 
     def __init__(self, root: RunRoot, options: CheckpointerOptions) -> None:
@@ -108,32 +115,66 @@ class Retention:
             logger.info("retired steps %s; being read, and left for the next time: %s; kept: %s", retired, in_use, list(plan.kept))
         return RetentionReport(plan=plan, retired=tuple(retired), in_use=tuple(in_use), stuck=tuple(stuck))
 
+    def require_room(self, room: Room, claim: EpochClaim, *, step: int, num_under_way: int) -> None:
+        """Return if the next save fits beside those that are under way, at the latest when what was retired is removed for good.
+
+        There is nothing to go by before the first checkpoint of the whole state, nor on object stores.
+
+        Raises:
+            StorageFullError: it does not. StorageError kinds, FencedError.
+        """
+        sizes = {known.facts.step: known.stored_bytes for known in self._there() if known.facts.is_good}
+        if not sizes:
+            return
+        newest_bytes = sizes[max(sizes)]
+        for is_last_try in (False, True):
+            free_bytes = self._root.free_bytes()
+            if free_bytes is None:
+                return
+            verdict = check_room(room, newest_bytes=newest_bytes, num_under_way=num_under_way, free_bytes=free_bytes)
+            if verdict.is_enough:
+                return
+            if not is_last_try:
+                logger.warning("room is short for step %s: what was retired is removed now", step)
+                self._root.clean(claim, older_than_secs=0)
+        raise StorageFullError(
+            "there is no room for the next save",
+            path=self._root.path,
+            step=step,
+            expected=f"{verdict.needed_bytes:,} bytes free, for saves of about {newest_bytes:,} bytes",
+            found=f"{verdict.free_bytes:,}",
+            remedy="keep fewer steps, or free space there; nothing was written",
+        )
+
     # -- facts ------------------------------------------------------------------------------------------------------------
 
     def _facts(self, best: Best | None) -> list[StepFacts]:
-        there = self._root.steps()
+        there = self._there()
+        evaluated = {} if best is None else self._evaluated(best.metric)
+        return [self._with_all(known, best, evaluated) for known in there]
+
+    def _there(self) -> list[_Known]:
+        steps = self._root.steps()
         with self._lock:
-            self._known = {step: known for step, known in self._known.items() if step in there}
-            for step in there:
+            self._known = {step: known for step, known in self._known.items() if step in steps}
+            for step in steps:
                 if step not in self._known and (known := self._look(step)) is not None:
                     self._known[step] = known
-            known_steps = list(self._known.values())
-        evaluated = {} if best is None else self._evaluated(best.metric)
-        return [self._with_all(known, best, evaluated) for known in known_steps]
+            return list(self._known.values())
 
     def _look(self, step: int) -> _Known | None:
         """What its metadata says of a step; it does not change while the step is there."""
         try:
             info = self._root.look(step)
-            return _Known(facts_of_step(info), info.nonce)
+            return _Known(facts_of_step(info), info.nonce, info.stored_bytes)
         except CheckpointNotFoundError:
             return None  # somebody else has removed it
         except UnsupportedVersionError as error:
             logger.warning("step %d is left alone: %s", step, error)
-            return _Known(StepFacts(step=step, is_readable=False), None)
+            return _Known(StepFacts(step=step, is_readable=False))
         except CorruptCheckpointError as error:
             logger.warning("step %d counts for nothing: %s", step, error)
-            return _Known(StepFacts(step=step, is_damaged=True), None)
+            return _Known(StepFacts(step=step, is_damaged=True))
 
     def _evaluated(self, metric: str) -> Mapping[tuple[int, str], float]:
         records = sorted(EvaluationLog(self._root.path, self._options.storage_options).read().records, key=lambda one: one.at)

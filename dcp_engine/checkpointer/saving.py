@@ -83,7 +83,8 @@ class Saving:
         skipped = self._skipped(step)
         if skipped is not None:
             return skipped
-        self._begin()
+        start = self._begin()
+        self._policies.require_room(start.claim, step, num_under_way=sum(not handle.done() for handle in self._handles))
         try:
             parts = Parts(state)
             self._check_order(step)
@@ -131,17 +132,19 @@ class Saving:
             logger.warning("%s", error)
         return SaveHandle.of_skipped(error, step=step, path=self._root.path)
 
-    def _begin(self) -> None:
+    def _begin(self) -> _Start:
         """At the first save: claim the root, so that older runs that still live can publish nothing any more."""
         if self._start is not None:
-            return
+            return self._start
         start, error = None, None
         try:
             start = self._members.first(self._claim)
         except DcpEngineError as failure:
             error = failure
         self._ranks.agree(error)  # no node begins before all nodes have claimed
+        assert start is not None
         self._start = start
+        return start
 
     def _claim(self) -> _Start:
         self._root.check_own()

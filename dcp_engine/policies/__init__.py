@@ -6,6 +6,7 @@ from dcp_engine.policies.health import Health, HealthVerdict
 from dcp_engine.policies.interval import Interval, choose_interval, daly_interval, waste, young_interval
 from dcp_engine.policies.keep import Best, Keep, KeepDecision, KeepPlan, StepFacts, plan_keep
 from dcp_engine.policies.pace import Pace
+from dcp_engine.policies.room import Room, RoomVerdict, check_room
 from dcp_engine.policies.when import Phase, SaveDecision, When, decide_save
 
 __all__ = [
@@ -18,9 +19,12 @@ __all__ = [
     "KeepPlan",
     "Pace",
     "Phase",
+    "Room",
+    "RoomVerdict",
     "SaveDecision",
     "StepFacts",
     "When",
+    "check_room",
     "choose_interval",
     "daly_interval",
     "decide_save",

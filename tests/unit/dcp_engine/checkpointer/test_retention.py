@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from pathlib import Path
@@ -15,8 +16,16 @@ from dcp_engine.checkpointer.options import CheckpointerOptions
 from dcp_engine.checkpointer.policy_record import PolicyRecord
 from dcp_engine.checkpointer.record import SaveRecord
 from dcp_engine.checkpointer.retention import Retention
-from dcp_engine.errors import FencedError, InvalidOptionError, MalformedCheckpointError, UnencodableObjectError, UnsupportedVersionError
-from dcp_engine.policies import Best, Health, HealthVerdict, Keep, When
+from dcp_engine.errors import (
+    FencedError,
+    InvalidOptionError,
+    MalformedCheckpointError,
+    StorageFullError,
+    UnencodableObjectError,
+    UnsupportedVersionError,
+)
+from dcp_engine.policies import Best, Health, HealthVerdict, Keep, Room, When
+from dcp_engine.storage.backends.calls import SystemCalls, installed
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -198,6 +207,62 @@ def test_days_come_from_the_checkpoints(tmp_path: Path) -> None:
     assert f"the last of {day}" in reasons
 
 
+# -- room -----------------------------------------------------------------------------------------------------------------------
+
+
+class _Disk(SystemCalls):
+    """A disk of so many bytes, of which the files below a directory take some."""
+
+    def __init__(self, root: Path, num_bytes: int) -> None:
+        self._root = root
+        self.num_bytes = num_bytes
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        free = self.num_bytes - _used_bytes(self._root)
+        return os.statvfs_result((1, 1, self.num_bytes, free, free, 0, 0, 0, 0, 255))
+
+
+class _DiskWithoutLocks(_Disk):
+    def flock(self, fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+
+def _used_bytes(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def test_a_save_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, room=Room()) as checkpointer:
+        _save(checkpointer, 1, 2)
+        size_bytes = checkpointer.look(2).stored_bytes
+        before = sorted(tmp_path.rglob("*"))
+        full = _Disk(tmp_path, _used_bytes(tmp_path) + size_bytes)  # a tenth is missing
+        with installed(full), pytest.raises(StorageFullError, match="no room for the next save") as caught:
+            _save(checkpointer, 3)
+        assert caught.value.found == f"{size_bytes:,}"
+        assert f"{math.ceil(1.1 * size_bytes):,} bytes free" in str(caught.value.expected)
+        assert sorted(tmp_path.rglob("*")) == before
+        with installed(_Disk(tmp_path, _used_bytes(tmp_path) + math.ceil(1.1 * size_bytes))):
+            _save(checkpointer, 4)
+        assert checkpointer.steps() == [1, 2, 4]
+
+
+def test_what_was_retired_makes_room(tmp_path: Path) -> None:
+    disk = _DiskWithoutLocks(tmp_path, 1 << 30)
+    with installed(disk), Checkpointer(tmp_path, room=Room(), keep=Keep(last=1)) as checkpointer:
+        _save(checkpointer, 1, 2)
+        assert any(path.name.startswith(".trash-") for path in tmp_path.iterdir())  # somebody may be reading there
+        disk.num_bytes = _used_bytes(tmp_path) + checkpointer.look(2).stored_bytes // 2
+        _save(checkpointer, 3)
+        assert checkpointer.steps() == [3]
+
+
+def test_the_first_save_has_nothing_to_go_by(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, room=Room()) as checkpointer, installed(_Disk(tmp_path, 0)):
+        _save(checkpointer, 1)
+        assert checkpointer.steps() == [1]
+
+
 # -- what is noted --------------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +307,7 @@ def test_what_they_did_not_note_is_refused(change: dict[str, Any]) -> None:
         ({"when": 5}, "when is not known"),
         ({"keep": 5}, "Keep(last=5)"),
         ({"health": True}, "Health(at_most="),
+        ({"room": 5}, "Room(growth=0.1)"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_happens(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
