@@ -32,7 +32,7 @@ from dcp_engine.storage.retention import PruneReport, check_keep_last, surplus_s
 from dcp_engine.storage.root_posix import PosixRoot
 from dcp_engine.storage.root_store import Retirement, RootStore, refuse_strangers
 from dcp_engine.storage.step_info import Decision, StepInfo, look_at_step
-from dcp_engine.storage.steps import committed_steps, step_name
+from dcp_engine.storage.steps import FoundSteps, committed_steps, find_steps, step_name
 from dcp_engine.storage.texts import MAX_TEXT_FILE_BYTES
 
 if TYPE_CHECKING:
@@ -134,6 +134,10 @@ class RunRoot:
     def steps(self) -> list[int]:
         """The committed steps, ascending; see :func:`~dcp_engine.storage.steps.committed_steps`."""
         return committed_steps(self.path, storage_options=self._storage_options)
+
+    def find(self) -> FoundSteps:
+        """The committed steps, and those whose COMPLETE is damaged; see :func:`~dcp_engine.storage.steps.find_steps`."""
+        return find_steps(self.path, storage_options=self._storage_options)
 
     def latest(self) -> int | None:
         """The newest committed step; None if there is none.

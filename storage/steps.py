@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dcp_engine.errors import (
@@ -25,7 +26,7 @@ from dcp_engine.storage.backends.calls import system
 from dcp_engine.storage.backends.failures import storage_failure
 from dcp_engine.storage.limits import MAX_STEP
 
-__all__ = ["STEP_NAME", "committed_steps", "parse_step_name", "step_name"]
+__all__ = ["STEP_NAME", "FoundSteps", "committed_steps", "find_steps", "parse_step_name", "step_name"]
 
 STEP_NAME = "step-%08d"
 """Name of a step's directory. Steps beyond 8 digits take as many as they need."""
@@ -58,6 +59,19 @@ def parse_step_name(name: str) -> int | None:
     return int(match[1]) if match and int(match[1]) <= MAX_STEP else None
 
 
+@dataclass(frozen=True, slots=True)
+class FoundSteps:
+    """What a look at a directory found, each ascending.
+
+    Attributes:
+        committed: steps whose COMPLETE is whole.
+        damaged: steps that were committed once: there is a COMPLETE, and it is damaged.
+    """
+
+    committed: list[int]
+    damaged: list[int]
+
+
 def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> list[int]:
     """The committed steps in a directory, in ascending order.
 
@@ -77,14 +91,19 @@ def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[st
 
     Thread-safety: callable from any thread.
     """
+    return find_steps(root, storage_options=storage_options).committed
+
+
+def find_steps(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> FoundSteps:
+    """Like :func:`committed_steps`, with those that are damaged."""
     location = locate(root)
+    found = FoundSteps([], [])
     try:
         names = resolve(location, storage_options).names()
     except StorageError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return []
+            return found
         raise
-    steps = []
     for name in names:
         step = parse_step_name(name)
         if step is None:
@@ -100,9 +119,12 @@ def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[st
             continue
         except CorruptCheckpointError as error:
             _logger.warning("step %d is not counted: %s", step, error)
+            found.damaged.append(step)
             continue
-        steps.append(step)
-    return sorted(steps)
+        found.committed.append(step)
+    found.committed.sort()
+    found.damaged.sort()
+    return found
 
 
 def _is_directory(path: str) -> bool:

@@ -125,13 +125,13 @@ class Restoring:
 
     def steps(self) -> tuple[list[int], frozenset[int]]:
         """The steps that are committed in every root of the job, ascending, the same on all ranks; and those that only some roots hold,
-        of this rank's root.
+        of this rank's root. One whose COMPLETE is damaged was committed.
 
         Raises:
             CheckpointNotFoundError: each node has steps of its own, and none is common to all.
             RankDisagreementError: the root is not the same one on all ranks. StorageError kinds.
         """
-        told = self._ranks.everyone_makes(lambda: tuple(self._root.steps()) if self._members.is_first else None)
+        told = self._ranks.everyone_makes(lambda: self._committed() if self._members.is_first else None)
         roots = [steps for steps in told if steps is not None]
         common = set(roots[0]).intersection(*roots)
         if not common and any(roots):
@@ -217,6 +217,10 @@ class Restoring:
         raise self._nothing_good(damaged, partial)
 
     # -- inside -----------------------------------------------------------------------------------------------------------
+
+    def _committed(self) -> tuple[int, ...]:
+        found = self._root.find()
+        return tuple(sorted(found.committed + found.damaged))
 
     def _look(self, step: int) -> _Look:
         """What the step is, told by the first rank of each root. Damage in one of them is one of all."""

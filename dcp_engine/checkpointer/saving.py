@@ -149,7 +149,8 @@ class Saving:
     def _claim(self) -> _Start:
         self._root.check_own()
         claim = self._root.claim(self._options.run_id)
-        return _Start(claim, tuple(self._root.steps()))
+        found = self._root.find()
+        return _Start(claim, tuple(found.committed + found.damaged))
 
     def _settle(self) -> None:
         """Note which saves have ended, and how. A step whose save failed may be saved again."""

@@ -19,6 +19,7 @@ from dcp_engine.errors import (
     FencedError,
     InvalidOptionError,
     MixedStepsError,
+    RankDisagreementError,
     SaverBusyError,
     StateError,
     UnencodableObjectError,
@@ -51,10 +52,10 @@ def come_back(root: str, num_steps: int, *, noise: bool = True) -> tuple[Any, li
     return report, run.losses, run.ids, run.parameters()
 
 
-def go_on(num_steps: int, *, noise: bool = True) -> tuple[list[float], list[list[int]], Any]:
-    run = Run(noise=noise)
+def go_on(num_steps: int, *, noise: bool = True, sharded: bool = False) -> tuple[list[float], list[list[int]], Any]:
+    run = Run(noise=noise, sharded=sharded)
     run.train(num_steps)
-    return run.losses, run.ids, run.parameters()
+    return run.losses, run.ids, None if sharded else run.parameters()
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
@@ -70,8 +71,8 @@ def test_a_run_that_comes_back_is_the_run_that_never_stopped(ranks: RankPool, tm
     assert RunRoot(root).hint().step == 14  # type: ignore[union-attr]
 
 
-def train_quietly(root: str, num_steps: int) -> None:
-    run = Run(noise=False)
+def train_quietly(root: str, num_steps: int, *, sharded: bool = False) -> None:
+    run = Run(noise=False, sharded=sharded)
     with Checkpointer(root) as checkpointer:
         run.train(num_steps)
         checkpointer.save(run.counters.step, run.state, probe=run.probe, wait=True)
@@ -93,6 +94,30 @@ def test_on_other_ranks_the_run_goes_on_with_the_same_samples_and_nearly_the_sam
         assert here == pytest.approx(losses[5:], rel=1e-4)
         assert report.quality != "bitwise"
         assert any("ranks" in text for text in report.why_not_more)
+
+
+def come_back_sharded(root: str) -> Any:
+    run = Run(seed=1, noise=False, sharded=True)
+    with Checkpointer(root) as checkpointer:
+        report = checkpointer.restore(run.state, probe=run.probe)
+    run.train(6)
+    return report, run.losses
+
+
+def test_a_sharded_run_comes_back_bit_for_bit_and_from_a_replicated_one_nearly_so(ranks: RankPool, tmp_path: Path) -> None:
+    sharded, replicated = str(tmp_path / "sharded"), str(tmp_path / "replicated")
+    ranks.run(2, train_quietly, sharded, 5, sharded=True)
+    ranks.run(2, train_quietly, replicated, 5)
+    losses, _, _ = ranks.run(1, go_on, 11, noise=False)[0]
+    unbroken = ranks.run(2, go_on, 11, noise=False, sharded=True)[0][0]
+    for report, here in ranks.run(2, come_back_sharded, sharded):
+        assert (report.level, report.quality) == (RestoreLevel.TRAJECTORY, "bitwise")
+        assert report.probe.equal_bits
+        assert here == unbroken[5:]
+    for report, here in ranks.run(2, come_back_sharded, replicated):
+        assert (report.level, report.quality) == (RestoreLevel.TRAJECTORY, "reproducible")
+        assert "parameters lie" in "; ".join(report.why_not_more)
+        assert here == pytest.approx(losses[5:], rel=1e-4)
 
 
 def break_the_cut(root: str, what: str) -> Any:
@@ -266,6 +291,20 @@ def test_a_save_beside_another_one_is_skipped_or_refused_on_all_ranks_alike(
     ranks: RankPool, tmp_path: Path, if_busy: str, found: Any
 ) -> None:
     assert ranks.run(2, save_while_busy, str(tmp_path / "run"), if_busy) == [(found, True, False, [1, 3])] * 2
+
+
+def save_apart(root: str) -> Any:
+    run = Run()
+    run.train(1)
+    with Checkpointer(f"{root}/{dist.get_rank()}") as checkpointer:
+        return outcome(lambda: checkpointer.save(1, run.state))
+
+
+def test_ranks_that_save_to_other_places_publish_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    for error in ranks.run(2, save_apart, str(tmp_path)):
+        assert isinstance(error, RankDisagreementError)
+        assert error.rank == 1
+    assert [RunRoot(tmp_path / place).steps() for place in "01"] == [[], []]
 
 
 def be_overtaken(root: str) -> Any:

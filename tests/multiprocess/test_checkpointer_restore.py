@@ -76,17 +76,18 @@ def test_a_damaged_newest_step_is_told_loudly_and_the_one_before_is_taken(ranks:
     ranks.run(2, save_steps, str(root), 4)
     flip_a_bit(root, 4)
     next((root / "step-00000003").glob("optimizer-*")).unlink()
+    (root / "step-00000002" / "COMPLETE").write_text("?")
     found = ranks.run(2, come_back, str(root))
     for report, num_steps, _, failure in found:
-        assert (report.step, num_steps, failure) == (2, 2, None)
+        assert (report.step, num_steps, failure) == (1, 1, None)
         assert (report.level, report.quality) == (RestoreLevel.TRAJECTORY, "bitwise")
-        assert [step for step, _ in report.passed_over] == [4, 3]
-        assert "model-" in report.passed_over[0][1]
-        assert "optimizer-" in report.passed_over[1][1]
+        assert [step for step, _ in report.passed_over] == [4, 3, 2]
+        for (_, text), name in zip(report.passed_over, ["model-", "optimizer-", "COMPLETE"], strict=True):
+            assert name in text
         assert report.lines()[1].startswith("passed over step 4: ")
-    assert [line.split(" cannot")[0] for line in found[0][2]] == ["step 4", "step 3"]
-    assert RunRoot(root).steps() == [1, 2, 3, 4]  # step 3 was made again, in place of the damaged one
-    assert Checkpointer(root).verify(3).faults == ()
+    assert [line.split(" cannot")[0] for line in found[0][2]] == ["step 4", "step 3", "step 2"]
+    assert RunRoot(root).steps() == [1, 2, 3, 4]  # step 2 was made again, in place of the damaged one
+    assert Checkpointer(root).verify(2).faults == ()
 
 
 def test_as_many_damaged_steps_as_allowed_are_passed_over_and_not_one_more(ranks: RankPool, tmp_path: Path) -> None:

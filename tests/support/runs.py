@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcp_engine import Counters, ResumableLoader, ResumableSampler, TrainState
@@ -27,16 +29,20 @@ class Run:
 
     Args:
         seed: of the weights and of the random numbers; a run that comes back has another one.
+        sharded: by FSDP2, in place of DDP.
         noise: the input gets noise from every global generator, each rank its own: on another number of ranks it is another noise.
         options: of the ``TrainState``.
     """
 
-    def __init__(self, *, seed: int = 0, noise: bool = True, **options: Any) -> None:
+    def __init__(self, *, seed: int = 0, noise: bool = True, sharded: bool = False, **options: Any) -> None:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         torch.manual_seed(seed)
         model: nn.Module = nn.Sequential(nn.Linear(_FEATURES, 8), nn.Tanh(), nn.Linear(8, 1))
         self.net = model
-        self.model = nn.parallel.DistributedDataParallel(model) if self.world_size > 1 else model
+        if sharded:
+            self.model: nn.Module = fully_shard(model, mesh=init_device_mesh("cpu", (self.world_size,)))
+        else:
+            self.model = nn.parallel.DistributedDataParallel(model) if self.world_size > 1 else model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         generator = torch.Generator().manual_seed(7)
