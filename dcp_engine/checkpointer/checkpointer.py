@@ -52,7 +52,7 @@ class Checkpointer:
                 checkpointer.maybe_save(state.counters.step, state)
 
     All ranks make one and call it alike, in the thread that trains. What they have to agree on goes over a gloo group of their own: at the
-    first save and in ``restore``; in other saves only with ``if_busy`` other than ``"wait"``, which takes one all-reduce of one number.
+    first save and in ``restore``; in other saves a small message, only with ``if_busy`` other than ``"wait"``, ``health`` or ``room``.
     The collectives of the saves themselves run in the background, beside those of training.
 
     What is saved is one step's state: where optimizers, schedulers, counters, data or ranks are at different steps, nothing is published.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,6 +109,8 @@ class Policies:
 
     def durable(self, claim: EpochClaim, step: int) -> None:
         """A step is durable: what it makes superfluous goes. On the rank that removes. Raises as :meth:`Retention.run`."""
+        if not threading.main_thread().is_alive():
+            return  # the process ends, and no thread can be started to look at files: the next one removes what is left over
         if self._options.keep is not None:
             self._retention.run(self._options.keep, claim, step, everywhere=self._everywhere)
 

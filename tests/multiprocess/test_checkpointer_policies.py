@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import RankPool
 
-from dcp_engine import Checkpointer, RunRoot
+from dcp_engine import Checkpointer, RunRoot, verify_checkpoint
 from dcp_engine.checkpointer.retention import facts_of_step
 from dcp_engine.policies import Health, Keep, Phase, When
 
@@ -95,3 +98,45 @@ def test_nodes_keep_the_newest_step_that_all_of_them_hold(ranks: RankPool, tmp_p
     # When a save begins, the one before it is everywhere: only then may what is older go.
     assert first == [[1], [1, 2], [2, 3], [2, 3, 4], [4, 5]]
     assert second == [[1], [1, 2], [1, 2], [2, 4], [4, 5]]
+
+
+LEAVE = """
+import sys
+import torch
+import torch.distributed as dist
+from dcp_engine import Checkpointer
+from dcp_engine.policies import Keep, When
+
+root, ending = sys.argv[1:]
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+checkpointer = Checkpointer(root, keep=Keep(last=1), when=When(steps=1))
+
+
+def main():
+    for step in (1, 2, 3):
+        checkpointer.maybe_save(step, {"w": torch.full((1000,), float(step))})
+    if ending == "raise":
+        raise ValueError("the training failed")
+    if ending == "exit":
+        sys.exit(3)
+    if ending == "destroy":
+        dist.destroy_process_group()
+
+
+main()
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("return", 0), ("raise", 1), ("exit", 3), ("destroy", 0)])
+def test_whoever_leaves_right_after_a_save_leaves_whole_steps(tmp_path: Path, ending: str, code: int) -> None:
+    root = tmp_path / "run"
+    left = subprocess.run([sys.executable, "-P", "-c", LEAVE, str(root), ending], capture_output=True, text=True, timeout=200, check=False)
+    assert left.returncode == code, left.stderr
+    assert "failed" not in left.stderr.replace("the training failed", "")
+    steps = RunRoot(root).steps()
+    assert all(not verify_checkpoint(root / f"step-{step:08d}").faults for step in steps)
+    assert ending == "destroy" or steps[-1] == 3
+    with Checkpointer(root, keep=Keep(last=1)) as checkpointer:
+        checkpointer.restore({"w": torch.zeros(1000)}, missing_ok=True)
+        checkpointer.save(4, {"w": torch.ones(1000)}, wait=True)
+        assert checkpointer.steps() == [4]
