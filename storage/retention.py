@@ -19,13 +19,13 @@ class PruneReport:
         in_use: steps that would have gone, had nobody read them, ascending. The next call tries again.
         kept: steps that stay, ascending, without those in use.
         guarded: no step could go while somebody read it. False on object stores and file systems without locks, where such a read ends in
-            ``CheckpointNotFoundError``.
+            ``CheckpointNotFoundError``. None: no step was to go, so that nothing has shown what the storage can.
     """
 
     retired: tuple[int, ...]
     in_use: tuple[int, ...]
     kept: tuple[int, ...]
-    guarded: bool
+    guarded: bool | None
 
 
 def check_keep_last(keep_last: object) -> int:

@@ -136,7 +136,7 @@ class RunRoot:
         return committed_steps(self.path, storage_options=self._storage_options)
 
     def find(self) -> FoundSteps:
-        """The committed steps, and those whose COMPLETE is damaged; see :func:`~dcp_engine.storage.steps.find_steps`."""
+        """The committed steps, and those whose COMPLETE is damaged."""
         return find_steps(self.path, storage_options=self._storage_options)
 
     def latest(self) -> int | None:
@@ -297,8 +297,10 @@ class RunRoot:
         committed = self.steps()
         good = self._newest_good(committed)
         if good is None:
-            return PruneReport((), (), tuple(committed), guarded=True)
-        retired, in_use, guarded = [], [], True
+            return PruneReport((), (), tuple(committed), guarded=None)
+        retired: list[int] = []
+        in_use: list[int] = []
+        guarded: list[bool] = []
         with good[1].hold:
             for step in surplus_steps(committed, newest_good=good[0], keep_last=keep_last):
                 try:
@@ -307,13 +309,12 @@ class RunRoot:
                     continue  # somebody else retired it, or this release cannot tell what it is
                 self._check(claim)
                 outcome = self._store.retire(step, nonce)
-                if outcome is Retirement.IN_USE:
-                    in_use.append(step)
-                elif outcome is not Retirement.CHANGED:
-                    retired.append(step)
-                    guarded = guarded and outcome is Retirement.DONE
+                if outcome is Retirement.CHANGED:
+                    continue
+                (in_use if outcome is Retirement.IN_USE else retired).append(step)
+                guarded.append(outcome is not Retirement.UNGUARDED)
         kept = tuple(step for step in self.steps() if step not in in_use)
-        return PruneReport(tuple(retired), tuple(in_use), kept, guarded)
+        return PruneReport(tuple(retired), tuple(in_use), kept, all(guarded) if guarded else None)
 
     def clean(self, claim: EpochClaim, *, older_than_secs: float = _TRASH_SECS) -> tuple[str, ...]:
         """Removes what was retired, and what ``claim`` took away from older runs.
@@ -363,7 +364,6 @@ class RunRoot:
             return opened.marker
 
     def _newest_good(self, steps: Iterable[int], *, pass_newer_versions: bool = True) -> tuple[int, OpenCheckpoint] | None:
-        """See :func:`open_newest_good`."""
         return open_newest_good(
             self._location,
             steps,

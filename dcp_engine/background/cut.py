@@ -54,7 +54,8 @@ def require_one_step(cuts: Sequence[Cut]) -> None:
             rank=found[0][0],
             expected="optimizers, schedulers, counters and data of all ranks at one step",
             found="; ".join(texts[:_MOST_TOLD]) + (f"; and {len(texts) - _MOST_TOLD} more" if len(texts) > _MOST_TOLD else ""),
-            remedy="save between two steps, on all ranks after the same one; and step each scheduler, and count, once an update",
+            remedy="save between two steps, on all ranks after the same one, and step each scheduler, and count, once an update; a loop "
+            "with rhythms of its own tells TrainState: optimizer_counts=None, scheduler_counts",
         )
 
 

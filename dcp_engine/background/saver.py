@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import threading
 import time
@@ -30,7 +29,7 @@ from dcp_engine.background.process import ProcessExecutor
 from dcp_engine.background.supervisor import Supervisor
 from dcp_engine.background.thread import ThreadExecutor
 from dcp_engine.background.unchanged import UnchangedAlarm
-from dcp_engine.background.watch import Liveness
+from dcp_engine.background.watch import Liveness, check_duration
 from dcp_engine.errors import (
     BackgroundSaveError,
     ClosedError,
@@ -77,8 +76,8 @@ class BackgroundSaver:
             tensors through shared memory, for training loops that a busy interpreter would slow.
         process_group: the ranks that save; None: all. Only its ranks are used.
         failure_secs: a rank that is dead or stopped, or whose write hangs, is an error on all others within this time. No single call of
-            the storage, and no pause of all of a process's threads, may take as long as half of it.
-        timeout_secs: likewise for a rank that lives, but does not come to a save, or does not end work that shows no progress.
+            the storage, and no pause of all of a process's threads, may take as long as half of it. None: 60, or ``timeout_secs`` if less.
+        timeout_secs: likewise for a rank that lives, but does not come to a save, or does not end work that shows no progress. No less.
         priority: of the background work.
         exit_wait_secs: see above.
 
@@ -97,20 +96,17 @@ class BackgroundSaver:
         stager: DoubleBufferStager | None = None,
         executor: Literal["thread", "process"] | str = "thread",
         process_group: dist.ProcessGroup | None = None,
-        failure_secs: float = 60.0,
+        failure_secs: float | None = None,
         timeout_secs: float = 1800.0,
         priority: Priority | None = None,
         exit_wait_secs: float = 60.0,
     ) -> None:
         if executor not in ("thread", "process"):
             raise InvalidOptionError("unknown executor", expected="thread or process", found=repr(executor))
-        durations = {"failure_secs": failure_secs, "timeout_secs": timeout_secs, "exit_wait_secs": exit_wait_secs}
-        for name, value in durations.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise InvalidOptionError(f"{name} is no duration", expected="a finite number of seconds above 0", found=repr(value))
+        liveness = Liveness.checked(failure_secs, timeout_secs)
+        check_duration("exit_wait_secs", exit_wait_secs)
         _require(stager, DoubleBufferStager, "stager", "a DoubleBufferStager")
         _require(priority, Priority, "priority", "a Priority, as in Priority(nice=10)")
-        liveness = Liveness(failure_secs, timeout_secs)
         ranks = members_of(process_group)
         self._owns_stager = stager is None
         self.stager = stager or DoubleBufferStager(memory="shared" if executor == "process" else "auto")

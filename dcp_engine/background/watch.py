@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 from dcp_engine.background.exchange import COORDINATOR
 from dcp_engine.background.outcome import Outcome, State
 from dcp_engine.background.pulse import LEFT, Beat, Limits, Pulses
-from dcp_engine.errors import RankLostError
+from dcp_engine.errors import InvalidOptionError, RankLostError
 
-__all__ = ["Liveness", "RankWatch", "SaveRecord", "StoreKeys", "own_client"]
+__all__ = ["Liveness", "RankWatch", "SaveRecord", "StoreKeys", "check_duration", "own_client"]
 
 _LOG = logging.getLogger(__name__)
+_FAILURE_SECS = 60.0
 _LONGEST_BEAT_SECS = 5.0
 _CLOSE_SECS = 2.0
 _NO_VALUE = "-"
@@ -36,6 +38,30 @@ class Liveness:
     failure_secs: float
     patience_secs: float
 
+    @classmethod
+    def checked(cls, failure_secs: float | None, timeout_secs: float) -> Self:
+        """Of a caller's options.
+
+        Args:
+            failure_secs: None: the usual time, or ``timeout_secs`` where that is less.
+            timeout_secs: the patience.
+
+        Raises:
+            InvalidOptionError: one is no duration, or the slow would be given up before the dead.
+        """
+        check_duration("timeout_secs", timeout_secs)
+        if failure_secs is None:
+            return cls(min(_FAILURE_SECS, timeout_secs), timeout_secs)
+        check_duration("failure_secs", failure_secs)
+        if failure_secs > timeout_secs:
+            raise InvalidOptionError(
+                "failure_secs is above timeout_secs: a rank that is slow would be given up before one that is dead",
+                expected=f"failure_secs of at most {timeout_secs}",
+                found=failure_secs,
+                remedy="pass a smaller failure_secs, or a larger timeout_secs",
+            )
+        return cls(failure_secs, timeout_secs)
+
     @property
     def beat_secs(self) -> float:
         """Between two beats, and between two looks."""
@@ -45,6 +71,12 @@ class Liveness:
     def limits(self) -> Limits:
         """A beat may come late by one, and the news of a failure by another one."""
         return Limits(stall_secs=self.failure_secs * 0.7, patience_secs=self.patience_secs)
+
+
+def check_duration(name: str, value: object) -> None:
+    """Refuse what is no time. Raises ``InvalidOptionError``."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InvalidOptionError(f"{name} is no duration", expected="a finite number of seconds above 0", found=repr(value)[:300])
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class Checkpointer:
         storage_options: Mapping[str, Any] | None = None,
         signing_key: KeySource | None = None,
         encryption_key: KeySource | None = None,
-        failure_secs: float = 60.0,
+        failure_secs: float | None = None,
         timeout_secs: float = 1800.0,
         exit_wait_secs: float = 60.0,
     ) -> None:

@@ -9,7 +9,7 @@ from dcp_engine.checkpointer.checks import Finding, check_probe, check_restored,
 from dcp_engine.checkpointer.parts import Parts
 from dcp_engine.checkpointer.probe import ProbeRecord, ProbeResult, compare, run_probe
 from dcp_engine.checkpointer.ranks import Ranks
-from dcp_engine.checkpointer.read_back import ReadBack, read_back
+from dcp_engine.checkpointer.read_back import read_back
 from dcp_engine.checkpointer.recorded import Recorded, recorded
 from dcp_engine.checkpointer.report import RestoreReport, decide_level
 from dcp_engine.checkpointer.restoring import Restored
@@ -43,9 +43,10 @@ def report_of(restored: Restored, parts: Parts, ranks: Ranks, *, probe: Callable
     state, saved = parts.train_state, restored.record.recorded
     components = parts.components_of(state) if state is not None else [WELL_KNOWN[key] for key in parts.values if key in WELL_KNOWN]
     with restored.phases.of("check"):
-        now = recorded(state, restored.info.step, world_size=ranks.size, wait_for_device=True)
-        mine: tuple[Finding, ...] = () if state is None else _checked(restored, parts, state, now, ranks.rank)
-        findings = merged(ranks.everyone(mine))
+        # An object of the state that fails to tell its own on one rank must not leave the others waiting.
+        told = ranks.everyone_makes(lambda: _checked(restored, parts, ranks))
+        findings = merged([found for _, found in told])
+        now = told[ranks.rank][0]
     result = None
     with restored.phases.of("probe"):
         if probe is not None:
@@ -68,20 +69,25 @@ def report_of(restored: Restored, parts: Parts, ranks: Ranks, *, probe: Callable
     )
 
 
-def _checked(restored: Restored, parts: Parts, state: TrainState, now: Recorded, rank: int) -> tuple[Finding, ...]:
+def _checked(restored: Restored, parts: Parts, ranks: Ranks) -> tuple[Recorded, tuple[Finding, ...]]:
+    """What this rank says of the restored state, and finds in it. Of a state that is none of ours the planner's report is all there is."""
+    state = parts.train_state
+    now = recorded(state, restored.info.step, world_size=ranks.size, wait_for_device=True)
+    if state is None:
+        return now, check_restored(None, now, restored=(), rank=ranks.rank, load_report=restored.load_report)
     key = next(key for key, one in parts.whole_states.items() if one is state)
-    taken: ReadBack = read_back(state, restored.loaded[key])
-    return check_restored(
+    findings = check_restored(
         restored.record.recorded,
         now,
         restored=parts.components[key],
-        rank=rank,
+        rank=ranks.rank,
         report=state.report,
         load_report=restored.load_report,
-        read_back=taken,
+        read_back=read_back(state, restored.loaded[key]),
         scheduler_counts=state.scheduler_counts,
         optimizer_counts=state.optimizer_counts,
     )
+    return now, findings
 
 
 def _compared(

@@ -38,10 +38,10 @@ class StreamSource:
     repeatable: bool = True
 
     def __post_init__(self) -> None:
-        shards = () if isinstance(self.shards, str) else tuple(self.shards)
-        if not shards or len(set(shards)) != len(shards) or not all(isinstance(shard, str) for shard in shards):
+        shards = tuple(self.shards) if isinstance(self.shards, Iterable) and not isinstance(self.shards, str | bytes) else ()
+        if not shards or not all(isinstance(shard, str) for shard in shards) or len(set(shards)) != len(shards):
             raise InvalidOptionError(
-                "the shards of a source are not valid", expected="at least one name, none twice", found=repr(self.shards)
+                "the shards of a source are not valid", expected="at least one name, none twice", found=repr(self.shards)[:300]
             )
         object.__setattr__(self, "shards", shards)
         if not callable(self.read):
@@ -108,8 +108,7 @@ class ResumableStream(IterableDataset[Any]):
     ) -> None:
         self._rank, self._world_size = place_of(rank, world_size)
         self._num_workers = whole("num_workers", num_workers, least=0)
-        if not sources or not all(isinstance(source, StreamSource) for source in sources.values()):
-            raise InvalidOptionError("there are no valid sources", expected="name -> StreamSource, at least one", found=repr(sources))
+        _check_sources(sources)
         self._sources = list(sources.values())
         self._order = StreamOrder(
             seed=whole("seed", seed, least=0, most=MAX_SEED),
@@ -255,7 +254,12 @@ class ResumableStream(IterableDataset[Any]):
 
         Args:
             collate_fn: makes a batch of samples. With workers that are spawned it must be picklable.
+
+        Raises:
+            InvalidOptionError: it is not callable.
         """
+        if not callable(collate_fn):
+            raise InvalidOptionError("collate_fn is not callable", expected="collate_fn(samples)", found=repr(collate_fn)[:300])
         return _Stamp(self, collate_fn)
 
     def stamp(self, batch: Any) -> StampedBatch:
@@ -264,7 +268,15 @@ class ResumableStream(IterableDataset[Any]):
         return StampedBatch(batch, self._lane, tuple(astuple(cursor) for cursor in cursors))
 
     def consumed(self, stamped: StampedBatch) -> None:
-        """Counts a batch as handed to training. ``ResumableLoader`` calls it."""
+        """Counts a batch as handed to training. ``ResumableLoader`` calls it.
+
+        Raises:
+            InvalidOptionError: it is no batch of ``collate()``.
+        """
+        if not isinstance(stamped, StampedBatch):
+            raise InvalidOptionError(
+                "this is no batch of the stream", expected="what collate_fn=stream.collate() makes", found=f"a {type(stamped).__qualname__}"
+            )
         own = stamped.lane - self._rank * self._num_own
         if self._num_workers:  # otherwise the lane is this process's, and has moved already
             self._saved.lanes[own] = [Cursor(*numbers) for numbers in stamped.cursors]
@@ -277,8 +289,11 @@ class ResumableStream(IterableDataset[Any]):
         Raises:
             InvalidOptionError: a source lacks a weight, a name is of no source, or a weight is not a finite number above 0.
         """
-        if set(weights) != set(self._order.names):
-            raise InvalidOptionError("weights are not those of the sources", expected=str(self._order.names), found=str(list(weights)))
+        if not isinstance(weights, Mapping) or set(weights) != set(self._order.names):
+            found = str(list(weights)) if isinstance(weights, Mapping) else repr(weights)[:300]
+            raise InvalidOptionError(
+                "weights are not those of the sources", expected=f"a weight for each of {self._order.names}", found=found
+            )
         self._order = replace(self._order, weights=[_weight(weights[name]) for name in self._order.names])
         for lane in self._saved.lanes:
             for cursor in lane:
@@ -345,6 +360,16 @@ def read_lines(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
         for line in file:
             offset += len(line)
             yield line.rstrip(b"\r\n"), offset
+
+
+def _check_sources(sources: object) -> None:
+    are_sources = isinstance(sources, Mapping) and all(
+        isinstance(name, str) and isinstance(source, StreamSource) for name, source in sources.items()
+    )
+    if not sources or not are_sources:
+        raise InvalidOptionError(
+            "there are no valid sources", expected="a dict of StreamSource by name, at least one", found=repr(sources)[:300]
+        )
 
 
 def _weight(weight: object) -> float:

@@ -96,21 +96,31 @@ def read_stream(state: Mapping[str, Any], order: StreamOrder) -> SavedStream:
     """
     if not isinstance(state, Mapping):
         raise DataOrderError("a stream's state is a dict", expected="what state_dict() returned", found=type(state).__qualname__)
+    _check_keys(state)
     for field in fields(order):
         ours = getattr(order, field.name)
-        if field.name not in state or state[field.name] != ours:
+        if state[field.name] != ours:
             raise DataOrderError(
                 f"the checkpoint's progress is in another stream: {field.name} differs",
-                expected=f"{field.name} {state.get(field.name)!r}, as when it was saved"
-                if field.name in state
-                else f"a state with {field.name}",
+                expected=f"{field.name} {state[field.name]!r}, as when it was saved",
                 found=repr(ours),
                 remedy="make the stream as it was (weights can be changed with set_weights() once the state is loaded), or start afresh",
             )
     try:
         return _parse(state, order)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataOrderError(f"this is no state of a stream: {error!r}", expected="what state_dict() returned") from error
+        raise DataOrderError(f"this is no state of a stream: {error}", expected="what state_dict() returned") from error
+
+
+def _check_keys(state: Mapping[str, Any]) -> None:
+    missing = [field.name for kind in (StreamOrder, SavedStream) for field in fields(kind) if field.name not in state]
+    if missing:
+        raise DataOrderError(
+            "this is no state of a stream",
+            expected="what state_dict() of a ResumableStream returned",
+            found=f"a dict without {', '.join(missing)}",
+            remedy="load the state of the stream itself, not of what holds it",
+        )
 
 
 def _parse(state: Mapping[str, Any], order: StreamOrder) -> SavedStream:
@@ -150,6 +160,15 @@ def without_repeats(cursor: Cursor, *, repeatable: bool) -> Cursor:
     return cursor if repeatable else replace(cursor, num_since=0)
 
 
+def _states_in(states: object) -> list[Mapping[str, Any]]:
+    given = list(states) if isinstance(states, Sequence) else []
+    if not given or not all(isinstance(state, Mapping) for state in given):
+        raise DataOrderError(
+            "there is no state of a stream to merge", expected="a list of what state_dict() returned on each rank", found=repr(states)[:300]
+        )
+    return given
+
+
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One state out of those of all ranks, to be loaded on any number of ranks and workers.
 
@@ -159,13 +178,10 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         DataOrderError: a rank's is missing or there twice, or they are not of one stream and one dealing out.
     """
-    if not states:
-        raise DataOrderError("there is no state of a stream to merge", expected="one of each rank")
-    try:
-        order = StreamOrder(**{field.name: states[0][field.name] for field in fields(StreamOrder)})
-    except (KeyError, TypeError) as error:
-        raise DataOrderError(f"this is no state of a stream: {error!r}", expected="what state_dict() returned") from error
-    saved = sorted((read_stream(state, order) for state in states), key=lambda one: one.rank)
+    given = _states_in(states)
+    _check_keys(given[0])
+    order = StreamOrder(**{field.name: given[0][field.name] for field in fields(StreamOrder)})
+    saved = sorted((read_stream(state, order) for state in given), key=lambda one: one.rank)
     first = saved[0]
     if [one.rank for one in saved] != list(range(first.world_size)):
         raise DataOrderError(

@@ -12,7 +12,7 @@ from dcp_engine.staging.arena import MemoryKind
 from dcp_engine.staging.digests import Thoroughness
 from dcp_engine.storage.options import default_threads
 
-__all__ = ["StagingOptions", "staging_options"]
+__all__ = ["StagingOptions", "check_optimizer", "check_save", "staging_options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +61,20 @@ def _memory_kind(memory: str) -> MemoryKind:
     if memory == "shared":
         return "shared"
     return "pinned" if memory == "pinned" or (memory == "auto" and torch.cuda.is_available()) else "plain"
+
+
+def check_optimizer(value: object) -> None:
+    """Refuse what has no hook before its steps. Raises ``InvalidOptionError``."""
+    if not callable(getattr(value, "register_step_pre_hook", None)):
+        raise InvalidOptionError(
+            "this is no optimizer to protect",
+            expected="a torch.optim.Optimizer",
+            found=repr(value)[:300],
+            remedy="call protect() once for each optimizer, or fence() before whatever changes the parameters",
+        )
+
+
+def check_save(value: object) -> None:
+    """Refuse what does not tell its end. Raises ``InvalidOptionError``."""
+    if not callable(getattr(value, "add_done_callback", None)):
+        raise InvalidOptionError("this is no save to track", expected="what dcp.async_save returned, or a future", found=repr(value)[:300])

@@ -30,7 +30,7 @@ from dcp_engine.staging.digests import Thoroughness, place_digests
 from dcp_engine.staging.failure import state_for_all_ranks, unexpected
 from dcp_engine.staging.handed_out import HandedOut, StagedState, Staging
 from dcp_engine.staging.layout import StagePlan, extent_of, place_of, plan_slots
-from dcp_engine.staging.options import staging_options
+from dcp_engine.staging.options import check_optimizer, check_save, staging_options
 from dcp_engine.staging.proof import SharedBuffer, StagingProof
 from dcp_engine.staging.state import StagedTensor, find_tensors, rebuilt, views_in
 from dcp_engine.storage.options import local_ranks
@@ -196,24 +196,26 @@ class DoubleBufferStager(AsyncStager):
         self._cuda.fence()
 
     def protect(self, optimizer: _StepHooks) -> Any:
-        """Let each ``optimizer.step()`` wait, on the device, for copies under way.
+        """Let each ``optimizer.step()`` wait, on the device, for copies under way. ``InvalidOptionError``: it is no optimizer.
 
         Returns:
             The hook's handle; ``remove()`` ends the protection.
         """
+        check_optimizer(optimizer)
         return optimizer.register_step_pre_hook(lambda *_: self.fence())
 
     def track(self, response: _Response) -> _Response:
         """Give the buffer of the last staged state back when this save ends, however it ends.
 
         Args:
-            response: what ``dcp.async_save`` returned, or a future of the save.
+            response: what ``dcp.async_save`` returned, or a future of the save. ``InvalidOptionError``: it is neither.
 
         Returns:
             ``response`` itself.
         """
         last = self._last
         upload: Any = getattr(response, "upload_completion", response)
+        check_save(upload)
         if last is not None:
             upload.add_done_callback(lambda _: last.lease.release())
         return response

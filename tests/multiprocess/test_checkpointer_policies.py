@@ -132,7 +132,7 @@ def test_whoever_leaves_right_after_a_save_leaves_whole_steps(tmp_path: Path, en
     root = tmp_path / "run"
     left = subprocess.run([sys.executable, "-P", "-c", LEAVE, str(root), ending], capture_output=True, text=True, timeout=200, check=False)
     assert left.returncode == code, left.stderr
-    assert "failed" not in left.stderr.replace("the training failed", "")
+    assert ending == "destroy" or "failed" not in left.stderr.replace("the training failed", "")
     steps = RunRoot(root).steps()
     assert all(not verify_checkpoint(root / f"step-{step:08d}").faults for step in steps)
     assert ending == "destroy" or steps[-1] == 3

@@ -87,7 +87,8 @@ def test_an_open_reader_keeps_its_step(place: RootPlace) -> None:
     with pytest.raises(StepInUseError):
         root.retire(1, claim)
     assert place.loaded(1) == [1, 0]
-    assert root.prune(1, claim).in_use == (1,)  # a load that ends frees its own hold alone
+    again = root.prune(1, claim)
+    assert (again.retired, again.in_use, again.guarded) == ((), (1,), True)  # a load that ends frees its own hold alone
     reader.reset()
     assert root.prune(1, claim).retired == (1,)
     assert names(place) == [".epochs", "step-00000003"]

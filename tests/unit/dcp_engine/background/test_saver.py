@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_engine import ReshardLoadPlanner, ShardReader, ShardWriter, committed_steps, verify_checkpoint
 from dcp_engine.background import BackgroundSaver, Priority, UnchangedStateWarning, steps
+from dcp_engine.background.watch import Liveness
 from dcp_engine.errors import BackgroundSaveError, ClosedError, InvalidOptionError, SaveTimeoutError, StagedDataChangedError
 from dcp_engine.staging import DoubleBufferStager
 
@@ -260,6 +261,9 @@ def test_the_saving_process_ends_with_the_training_process_even_in_a_save(tmp_pa
     [
         ({"executor": "fiber"}, "unknown executor"),
         ({"timeout_secs": 0}, "timeout_secs is no duration"),
+        ({"failure_secs": "soon"}, "failure_secs is no duration"),
+        ({"failure_secs": 61, "timeout_secs": 60}, "failure_secs is above timeout_secs.*; expected failure_secs of at most 60; found 61"),
+        ({"failure_secs": 2000}, "failure_secs is above timeout_secs"),
         ({"exit_wait_secs": float("inf")}, "exit_wait_secs is no duration"),
         ({"timeout_secs": True}, "timeout_secs is no duration"),
     ],
@@ -267,6 +271,13 @@ def test_the_saving_process_ends_with_the_training_process_even_in_a_save(tmp_pa
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOptionError, match=message):
         BackgroundSaver(**options)
+
+
+def test_failures_are_found_within_the_patience_where_only_that_is_said() -> None:
+    with BackgroundSaver(timeout_secs=30) as saver:
+        assert saver._supervisor._liveness == Liveness(failure_secs=30, patience_secs=30)
+    with BackgroundSaver() as saver:
+        assert saver._supervisor._liveness == Liveness(failure_secs=60, patience_secs=1800)
 
 
 @pytest.mark.parametrize("options", [{"nice": -1}, {"nice": 20}, {"nice": True}, {"io_class": "realtime"}])

@@ -114,8 +114,9 @@ def test_weights_can_be_changed_on_the_way() -> None:
     stream.set_weights({"a": 1, "b": 9})
     assert Counter(sample[0] for sample in islice(stream, 20)) == {"a": 2, "b": 18}
     assert stream.samples_consumed == 40
-    with pytest.raises(InvalidOptionError, match=r"expected \['a', 'b'\]; found \['a'\]"):
-        stream.set_weights({"a": 1})
+    for weights, found in (({"a": 1}, r"\['a'\]"), ({}, r"\[\]"), (3, "3"), (None, "None"), (["a", "b"], r"\['a', 'b'\]"), ("ab", "'ab'")):
+        with pytest.raises(InvalidOptionError, match=rf"expected a weight for each of \['a', 'b'\]; found {found}"):
+            stream.set_weights(weights)  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match="a weight is out of range"):
         stream.set_weights({"a": 1, "b": float("nan")})
 
@@ -246,6 +247,56 @@ def test_bad_states_are_refused_and_change_nothing(change: dict[str, Any], says:
         stream.load_state_dict({**before, **change})
     assert says in str(caught.value)
     assert stream.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({}, "this is no state of a stream; expected what state_dict() of a ResumableStream returned; found a dict without seed, shuffle"),
+        ({"loader": ResumableStream({"a": SOURCE}, rank=0, world_size=1).state_dict()}, "load the state of the stream itself"),
+        (3, "a stream's state is a dict; expected what state_dict() returned; found int"),
+        (None, "a stream's state is a dict"),
+    ],
+)
+def test_what_is_no_state_is_said_to_be_none(state: Any, says: str) -> None:
+    stream = ranks({"a": SOURCE}, 2)[0]
+    with pytest.raises(DataOrderError) as caught:
+        stream.load_state_dict(state)
+    assert says in str(caught.value)
+
+
+def test_part_of_a_state_is_named_by_what_it_lacks() -> None:
+    stream = ranks({"a": SOURCE}, 2)[0]
+    state = stream.state_dict()
+    del state["lanes"]
+    with pytest.raises(DataOrderError, match="found a dict without lanes"):
+        stream.load_state_dict(state)
+
+
+@pytest.mark.parametrize("sources", [3, None, [SOURCE], {}, {"a": 3}, {3: SOURCE}, "a"])
+def test_what_are_no_sources_is_refused(sources: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="there are no valid sources; expected a dict of StreamSource by name, at least one"):
+        ResumableStream(sources)
+
+
+@pytest.mark.parametrize("shards", [3, None, "abc", b"abc", [], ["a", "a"], [["a"]], [3]])
+def test_what_are_no_shards_is_refused(shards: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="the shards of a source are not valid"):
+        StreamSource(shards=shards, read=lambda shard, offset: [])
+
+
+def test_what_is_no_batch_or_collate_function_is_refused() -> None:
+    stream = ranks({"a": SOURCE}, 1)[0]
+    with pytest.raises(InvalidOptionError, match="this is no batch of the stream"):
+        stream.consumed(3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidOptionError, match="collate_fn is not callable"):
+        stream.collate(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("states", [3, None, {}, "ab", [3], [None]])
+def test_what_are_no_states_cannot_be_merged(states: Any) -> None:
+    with pytest.raises(DataOrderError, match="there is no state of a stream to merge"):
+        ResumableStream.merge(states)
 
 
 def test_merge_wants_each_rank_once() -> None:

@@ -201,6 +201,18 @@ def test_a_foreign_writer_frees_the_buffer_by_letting_go_or_by_tracking(tmp_path
     assert states(stager) == FREE
 
 
+@pytest.mark.parametrize("value", [None, 3, [torch.optim.SGD([torch.ones(1)], lr=0.1)], torch.nn.Linear(1, 1)])
+def test_what_is_no_optimizer_cannot_be_protected(value: Any) -> None:
+    with pytest.raises(InvalidOptionError, match=r"this is no optimizer to protect; expected a torch\.optim\.Optimizer"):
+        DoubleBufferStager().protect(value)
+
+
+@pytest.mark.parametrize("value", [None, 3, {"w": torch.ones(1)}])
+def test_what_is_no_save_cannot_be_tracked(value: Any) -> None:
+    with pytest.raises(InvalidOptionError, match=r"this is no save to track; expected what dcp\.async_save returned, or a future"):
+        DoubleBufferStager().track(value)
+
+
 def test_a_held_buffer_makes_the_third_staging_wait_and_fail_with_a_name() -> None:
     stager = DoubleBufferStager(wait_secs=0.05)
     held = [stager.stage({"w": torch.ones(3)}), stager.stage({"w": torch.ones(3)})]
