@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_engine.data import ResumableLoader, ResumableSampler, ResumableStream
+from dcp_engine.data.progress import Cursor
 from dcp_engine.train_state import Difference, TrainState, differences
 from dcp_engine.train_state.labels import nest, part_of
+from dcp_engine.train_state.packed import unpack
 from dcp_engine.train_state.per_rank import PerRank, rank_of_name
 
 __all__ = ["ReadBack", "read_back"]
@@ -34,8 +36,8 @@ def read_back(state: TrainState, loaded: Mapping[str, Any]) -> ReadBack:
     """Asks a restored state for its values.
 
     Not held against what was loaded: what this rank did not take by itself (``report.resized`` says what it took), the slots that an
-    optimizer had not begun, positions of our samplers and streams (which check themselves, and may be on other ranks), and gradients. A
-    state inside an accumulation cycle that it would not save is not asked.
+    optimizer had not begun, and gradients; of our samplers and streams how far they are alone. A state inside an accumulation cycle that it
+    would not save is not asked.
 
     Args:
         state: after the load.
@@ -69,11 +71,15 @@ def _settled(state: TrainState, component: str, value: Any, other: Any, resized:
     parts = {}
     for label, part in state.parts(component).items():
         key = f"{component}.{label}" if label else component
-        if key in resized or _checks_itself(part):
+        if key in resized or isinstance(_source(part), ResumableSampler):  # of which the facts tell
             continue
         mine, theirs = part_of(value, label), part_of(other, label)
         if isinstance(part, PerRank):
             mine = {name: packed for name, packed in mine.items() if name in theirs and rank_of_name(name) is not None}
+            if isinstance(_source(part.value), ResumableSampler | ResumableStream):
+                mine = {name: _place(unpack(packed, key=key)) for name, packed in mine.items()}
+        elif isinstance(_source(part), ResumableStream):
+            mine = _place(unpack(mine, key=key))
         parts[label] = mine
     return nest(parts)
 
@@ -85,6 +91,13 @@ def _without_blanks(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     return {**optimizer, "membership": slots, "state": state}
 
 
-def _checks_itself(part: Any) -> bool:
-    value = part.value if isinstance(part, PerRank) else part
-    return isinstance(value, ResumableLoader | ResumableSampler | ResumableStream)
+def _source(part: Any) -> Any:
+    return part.source if isinstance(part, ResumableLoader) else part
+
+
+def _place(state: Mapping[str, Any]) -> dict[str, int]:
+    """How far a sampler or a stream is. The rest of its state is of the ranks and workers that it is dealt out to, which may be others."""
+    if "lanes" not in state:
+        return {name: state[name] for name in ("epoch", "offset", "samples_consumed")}
+    cursors = (Cursor(*numbers) for lane in state["lanes"] for numbers in lane)
+    return {"samples": state["samples_before"] + sum(cursor.num_drawn for cursor in cursors)}

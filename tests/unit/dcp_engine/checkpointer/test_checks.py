@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,17 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from dcp_engine import Counters, PerRank, ReshardLoadPlanner, ResumableSampler, ShardReader, ShardWriter, TrainState
+from dcp_engine import (
+    Counters,
+    PerRank,
+    ReshardLoadPlanner,
+    ResumableSampler,
+    ResumableStream,
+    ShardReader,
+    ShardWriter,
+    StreamSource,
+    TrainState,
+)
 from dcp_engine.checkpointer.checks import Finding, check_probe, check_restored
 from dcp_engine.checkpointer.probe import ProbeRecord, compare, run_probe
 from dcp_engine.checkpointer.read_back import ReadBack, read_back
@@ -325,6 +336,41 @@ def test_load_state_dict_that_does_nothing_is_named(checkpoint: tuple[Path, Reco
     assert [(one.component, one.text) for one in outcome.findings] == [
         ("extra", "extra.queue.rank-00000.seen is not what was loaded: 0 instead of 6")
     ]
+
+
+def read_on(stream: ResumableStream, num_samples: int) -> None:
+    for _ in islice(stream, num_samples):
+        pass
+
+
+def stream() -> ResumableStream:
+    source = StreamSource(shards=["a", "b"], read=lambda shard, offset: ((n, n + 1) for n in range(offset, 50)))
+    return ResumableStream({"all": source}, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("make", [stream, lambda: ResumableSampler(100, batch_size=4, seed=3)])
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_position_of_a_stream_or_of_each_rank_is_read_back(tmp_path: Path, make: Callable[[], Any], per_rank: bool) -> None:
+    """Such positions are no facts, which all ranks share."""
+
+    def forward(run: Run) -> None:
+        data = run.state.parts("data")[""]
+        data = data.value if per_rank else data
+        read_on(data, 8) if isinstance(data, ResumableStream) else data.consumed(2)
+
+    def fresh(seed: int) -> Run:
+        return Run(seed, data=PerRank(make()) if per_rank else make())
+
+    run = fresh(0)
+    run.train()
+    forward(run)
+    path = tmp_path / "step-00000006"
+    note = saved(path, run)
+    assert Restored(path, note, fresh(1)).findings == ()
+    outcome = Restored(path, note, fresh(1), forward)
+    assert outcome.named() == {"data"}
+    assert {one.kind for one in outcome.findings} == {"not_taken_up" if per_rank or make is stream else "other_position"}
+    assert outcome.verdict.level == RestoreLevel.RANDOMNESS
 
 
 def test_other_batch_size_continues_the_order_in_other_batches(checkpoint: tuple[Path, Recorded]) -> None:
