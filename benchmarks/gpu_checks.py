@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from benchmarks.files import remove
 from benchmarks.harness import MismatchError
 from dcp_engine import BalancedSavePlanner, ReshardLoadPlanner, ShardReader, ShardWriter
+from dcp_engine.background import BackgroundSaver
 from dcp_engine.staging import DoubleBufferStager
 
 __all__ = ["CHECKS"]
@@ -74,8 +75,34 @@ def odd_tensors_through_many_saves(folder: str) -> None:
         stager.close()
 
 
+def taken_apart_on_the_device(folder: str) -> None:
+    """Floats that are split on the device are saved as they were, whatever training does to them behind a fence."""
+    stager = DoubleBufferStager(split_on_device=True)
+    try:
+        with BackgroundSaver(stager=stager) as saver:
+            for number in range(3):
+                state = {name: tensor for name, tensor in _odd_state(number).items() if name != "host"}
+                for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+                    state[f"large {dtype}"] = (0.02 * torch.randn(18 * _NUM + 5, device="cuda")).to(dtype)
+                expected = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+                path = os.path.join(folder, f"split-{number}")
+                handle = saver.submit(state, writer=ShardWriter(path, codec="planes"))
+                stager.fence()
+                for tensor in state.values():
+                    tensor.zero_()
+                handle.result()
+                target = {name: torch.empty_like(tensor).contiguous() for name, tensor in expected.items()}
+                dcp.load(target, storage_reader=ShardReader(path), planner=ReshardLoadPlanner())
+                for name, tensor in expected.items():
+                    _same(name, target[name], tensor)
+                remove(path)
+    finally:
+        stager.close()
+
+
 CHECKS: Mapping[str, Callable[[str], None]] = {
-    check.__name__: check for check in (changed_behind_a_fence, freed_while_it_is_copied, odd_tensors_through_many_saves)
+    check.__name__: check
+    for check in (changed_behind_a_fence, freed_while_it_is_copied, odd_tensors_through_many_saves, taken_apart_on_the_device)
 }
 """By name. Each takes a folder and raises where something is wrong."""
 

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Callable
+from typing import NamedTuple
 
-__all__ = ["Lease", "is_staged", "live_leases"]
+__all__ = ["Lease", "SplitRun", "is_staged", "live_leases", "split_run_at"]
+
+
+class SplitRun(NamedTuple):
+    """A run of staged memory that holds floats taken apart, block by block from its beginning, and not as they are.
+
+    Attributes:
+        start: address of the first byte.
+        num_bytes: length.
+        code: of the element type, as stored: what it means is the storage's.
+    """
+
+    start: int
+    num_bytes: int
+    code: int
 
 
 class Lease:
@@ -19,6 +35,7 @@ class Lease:
         on_writing: called once, when writing begins.
         on_release: called once, when it ends.
         check: raises if the memory does not hold what was staged.
+        split: runs of the memory that hold no plain bytes.
 
     Thread-safety: all methods may be called from any thread, and more than once; from destructors, too, which the garbage collector may
     run in the middle of any of them.
@@ -33,9 +50,11 @@ class Lease:
         on_writing: Callable[[], None],
         on_release: Callable[[], None],
         check: Callable[[], None],
+        split: tuple[SplitRun, ...] = (),
     ) -> None:
         self.start = start
         self.end = start + num_bytes
+        self._split = tuple(sorted(split))
         self.owner = owner
         self.check = check
         self._on_writing = on_writing
@@ -45,6 +64,14 @@ class Lease:
         self._lock = threading.RLock()
         with _LOCK:
             _LEASES[id(self)] = self
+            if split:
+                _SPLIT[id(self)] = self
+
+    def split_run_at(self, address: int) -> SplitRun | None:
+        """The run that a byte lies in, of those that hold no plain bytes."""
+        after = bisect_right(self._split, address, key=_start_of)
+        run = self._split[after - 1] if after else None
+        return run if run is not None and address < run.start + run.num_bytes else None
 
     @property
     def is_released(self) -> bool:
@@ -67,6 +94,7 @@ class Lease:
             self._state = "released"
         with _LOCK:
             _LEASES.pop(id(self), None)
+            _SPLIT.pop(id(self), None)
         on_release = self._on_release
         # What the callbacks refer to refers to this lease: the memory must not wait for the garbage collector.
         self._on_writing = self._on_release = self.check = _nothing
@@ -78,6 +106,10 @@ class Lease:
             self.release()
 
 
+def _start_of(run: SplitRun) -> int:
+    return run.start
+
+
 def _nothing() -> None:
     """What a lease does when it is over."""
 
@@ -86,12 +118,15 @@ def _nothing() -> None:
 _LOCK = threading.RLock()
 # Never many: a stager has two buffers.
 _LEASES: dict[int, Lease] = {}
+# Those of them that have split runs.
+_SPLIT: dict[int, Lease] = {}
 
 
 def _forget_in_child() -> None:
     global _LOCK
     _LOCK = threading.RLock()
     _LEASES.clear()
+    _SPLIT.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -107,3 +142,15 @@ def live_leases() -> list[Lease]:
 def is_staged(address: int, num_bytes: int) -> bool:
     """Whether a run of memory lies in a staged state, which nobody changes before its lease is released."""
     return any(lease.start <= address and address + num_bytes <= lease.end for lease in live_leases())
+
+
+def split_run_at(address: int) -> SplitRun | None:
+    """The run of staged memory that a byte lies in, if what is there are floats taken apart; ``None`` for all other memory."""
+    if not _SPLIT:  # it is asked for each tensor of a state that is written
+        return None
+    with _LOCK:
+        leases = list(_SPLIT.values())
+    for lease in leases:
+        if lease.start <= address < lease.end:
+            return lease.split_run_at(address)
+    return None

@@ -15,7 +15,7 @@ from dcp_engine.compat import is_fake_tensor, is_legacy_sharded_tensor, is_strid
 from dcp_engine.errors import UnsupportedTensorError
 from dcp_engine.planners.placements import Shape, Split, local_boxes, split_orders
 
-__all__ = ["LocalShard", "LocalTensor", "describe", "is_tensor_like", "speaks_duck_protocol"]
+__all__ = ["LocalShard", "LocalTensor", "describe", "is_tensor_like", "may_be_replicated", "speaks_duck_protocol"]
 
 Kind = Literal["plain", "dtensor", "duck", "checkpointable"]
 
@@ -66,6 +66,16 @@ def is_tensor_like(value: object) -> bool:
 def speaks_duck_protocol(value: object) -> bool:
     """Whether the value's class says itself which chunks it holds. Instances are not asked: a dict may have an answer for any attribute."""
     return hasattr(type(value), "__create_write_items__") or hasattr(type(value), "__create_chunk_list__")
+
+
+def may_be_replicated(value: torch.Tensor) -> bool:
+    """Whether another rank may hold the same part of a tensor, told at once from how many ranks there are and its placements."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size == 1 or not isinstance(value, DTensor):
+        return world_size > 1
+    mesh = value.device_mesh
+    over = (isinstance(placement, Replicate) and mesh.size(dim) > 1 for dim, placement in enumerate(value.placements))
+    return mesh.size() < world_size or any(over)
 
 
 def describe(key: str, value: Any, *, loading: bool = False) -> LocalTensor | None:

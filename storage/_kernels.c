@@ -72,6 +72,20 @@ static unsigned pair_halves(const u16 *restrict first, const u16 *restrict secon
     return high & 0xF0;
 }
 
+/* Codes from exponents that came apart. */
+EACH_PROCESSOR
+static unsigned code_exponents(const uint8_t *restrict first, const uint8_t *restrict second, Py_ssize_t count, unsigned base,
+                               uint8_t *restrict codes)
+{
+    uint8_t high = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint8_t code_a = (uint8_t)(first[i] - base), code_b = (uint8_t)(second[i] - base);
+        codes[i] = (uint8_t)((code_a & 15) | (code_b & 15) << 4);
+        high |= code_a | code_b;
+    }
+    return high & 0xF0;
+}
+
 EACH_PROCESSOR
 static void unpair_floats(const u16 *restrict low_first, const u16 *restrict low_second, const u16 *restrict rest,
                           const uint8_t *restrict codes, Py_ssize_t count, unsigned base, u32 *restrict first, u32 *restrict second)
@@ -96,7 +110,7 @@ static void unpair_halves(const u16 *restrict rest, const uint8_t *restrict code
     }
 }
 
-/* The floats of a chunk whose exponents have no code. Returns 0 where there is no room for them. */
+/* The floats of a chunk whose exponents have no code. Floats of one byte are exponents that came apart. Returns 0 where there is no room. */
 static int list_outside(const uint8_t *raw, int itemsize, Py_ssize_t num_pairs, Py_ssize_t start, Py_ssize_t count, unsigned base,
                         outside_t *outside)
 {
@@ -104,7 +118,7 @@ static int list_outside(const uint8_t *raw, int itemsize, Py_ssize_t num_pairs, 
         Py_ssize_t *num = half ? &outside->num_second : &outside->num_first;
         Py_ssize_t from = half ? outside->room : 0, shift = half ? num_pairs : 0;
         for (Py_ssize_t i = start + shift; i < start + shift + count; i++) {
-            unsigned exponent = (*(const u16 *)(raw + (i + 1) * itemsize - 2) >> 7) & 0xFF;
+            unsigned exponent = itemsize == 1 ? raw[i] : (*(const u16 *)(raw + (i + 1) * itemsize - 2) >> 7) & 0xFF;
             if (((exponent - base) & 0xFF) < NUM_CODES)
                 continue;
             if (*num == outside->room)
@@ -132,6 +146,24 @@ static int pair_block(const uint8_t *raw, int itemsize, Py_ssize_t num_pairs, un
             return 0;
     }
     return 1;
+}
+
+static int code_block(const uint8_t *exponents, Py_ssize_t num_pairs, unsigned base, uint8_t *codes, outside_t *outside)
+{
+    for (Py_ssize_t start = 0; start < num_pairs; start += CHUNK) {
+        Py_ssize_t count = num_pairs - start < CHUNK ? num_pairs - start : CHUNK;
+        unsigned high = code_exponents(exponents + start, exponents + num_pairs + start, count, base, codes + start);
+        if (high && !list_outside(exponents, 1, num_pairs, start, count, base, outside))
+            return 0;
+    }
+    return 1;
+}
+
+/* What the second floats list goes behind what the first ones do. */
+static void close_gap(outside_t *outside)
+{
+    memmove(outside->positions + outside->num_first, outside->positions + outside->room, 8 * (size_t)outside->num_second);
+    memmove(outside->exponents + outside->num_first, outside->exponents + outside->room, (size_t)outside->num_second);
 }
 
 static void unpair_block(uint8_t *out, int itemsize, Py_ssize_t num_pairs, unsigned base, const uint8_t *low, const uint8_t *rest,
@@ -212,10 +244,8 @@ static PyObject *kernels_pair(PyObject *self, PyObject *args)
     outside_t outside = {positions.buf, exponents.buf, positions.len / 16, 0, 0};
     Py_BEGIN_ALLOW_THREADS
     done = pair_block(raw.buf, itemsize, num_pairs, (unsigned)base, low.buf, rest.buf, codes.buf, &signs, &outside);
-    if (done) {
-        memmove(outside.positions + outside.num_first, outside.positions + outside.room, 8 * (size_t)outside.num_second);
-        memmove(outside.exponents + outside.num_first, outside.exponents + outside.room, (size_t)outside.num_second);
-    }
+    if (done)
+        close_gap(&outside);
     Py_END_ALLOW_THREADS
     result = Py_BuildValue("nI", done ? outside.num_first + outside.num_second : (Py_ssize_t)-1, signs);
 end:
@@ -225,6 +255,37 @@ end:
     PyBuffer_Release(&codes);
     PyBuffer_Release(&positions);
     PyBuffer_Release(&exponents);
+    return result;
+}
+
+PyDoc_STRVAR(code_doc,
+"code(exponents, num_pairs, base, codes, positions, outside) -> num_outside\n\n"
+"What pair does with the exponents, of floats that came apart; outside is pair's exponents.");
+
+static PyObject *kernels_code(PyObject *self, PyObject *args)
+{
+    (void)self;
+    Py_buffer exponents, codes, positions, outside_exponents;
+    int base, done = 0;
+    Py_ssize_t num_pairs;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "y*niw*w*w*", &exponents, &num_pairs, &base, &codes, &positions, &outside_exponents))
+        return NULL;
+    if (is_odd(2, num_pairs, base) || too_short(&exponents, 2 * num_pairs, "exponents") || too_short(&codes, num_pairs, "codes") ||
+        too_short(&outside_exponents, positions.len / 8, "outside"))
+        goto end;
+    outside_t outside = {positions.buf, outside_exponents.buf, positions.len / 16, 0, 0};
+    Py_BEGIN_ALLOW_THREADS
+    done = code_block(exponents.buf, num_pairs, (unsigned)base, codes.buf, &outside);
+    if (done)
+        close_gap(&outside);
+    Py_END_ALLOW_THREADS
+    result = PyLong_FromSsize_t(done ? outside.num_first + outside.num_second : (Py_ssize_t)-1);
+end:
+    PyBuffer_Release(&exponents);
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&positions);
+    PyBuffer_Release(&outside_exponents);
     return result;
 }
 
@@ -292,6 +353,7 @@ static PyObject *kernels_unfold(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"pair", kernels_pair, METH_VARARGS, pair_doc},
+    {"code", kernels_code, METH_VARARGS, code_doc},
     {"unpair", kernels_unpair, METH_VARARGS, unpair_doc},
     {"fold", kernels_fold, METH_VARARGS, fold_doc},
     {"unfold", kernels_unfold, METH_VARARGS, unfold_doc},

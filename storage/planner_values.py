@@ -33,11 +33,13 @@ from dcp_engine.objects import decode_object, encode_object
 from dcp_engine.plan_columns import PlanColumns, RowMemory
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.dtypes import DtypeInfo
+from dcp_engine.storage.split_memory import chunk_tensor
 from dcp_engine.types import EncodedObject
 
 __all__ = ["ObjectTarget", "RowValues", "TensorBytes", "TensorTarget", "held_values", "object_bytes", "own_state"]
 
 _COPIED_BYTES = 16384
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def held_values(planner: SavePlanner) -> Iterator[object]:
@@ -87,13 +89,16 @@ class TensorBytes:
     dtype: torch.dtype | None
 
     def __call__(self) -> NDArray[np.uint8]:
-        """The bytes: a view where the tensor is contiguous CPU memory, else a copy.
+        """The bytes: a view where the tensor is contiguous CPU memory, else a copy. Of floats that a device took apart, the view may be
+        blocks for :func:`~dcp_engine.storage.split_memory.staged_block`.
 
         Raises:
             KindMismatchError, PlanError: the planner resolved something else than it planned.
             UnsupportedTensorError: the tensor has no plain memory.
         """
         tensor = self.planner.resolve_data(self.item)
+        if isinstance(tensor, torch.Tensor) and type(tensor) in _PLAIN_TYPES:
+            tensor = chunk_tensor(tensor)
         if type(tensor) is torch.Tensor and _is_small(tensor, self.sizes, self.dtype):
             # An array that views a tensor takes five times as long to make as these few bytes to copy.
             return np.frombuffer(ctypes.string_at(tensor.data_ptr(), tensor.nbytes), dtype=np.uint8)

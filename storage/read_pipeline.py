@@ -143,7 +143,7 @@ class SpanReader:
         try:
             file = files.use(span.file)
             position = span.position
-            for group in grouped_by_size(self._prepare(span, scratch), attrgetter("extent"), file.piece_bytes):
+            for group in grouped_by_size(self._prepare(span, scratch), attrgetter("extent"), self._piece_bytes(file)):
                 plan = group[0].plan
                 position = self._fill(group, file, position)
                 for job in group:
@@ -210,17 +210,21 @@ class SpanReader:
         run = item.run(dtypes.carrier_dtype(dtype), start, start + num_elements)
         return None if run is None else (item.block_offset + run[0] * dtype.itemsize, run[1])
 
+    def _piece_bytes(self, file: ReadFile) -> int:
+        """How much to read at once. What is not digested need not stay in the cache: a call for each span is cheapest."""
+        return file.piece_bytes if self._verify else file.size_bytes
+
     def _fill(self, group: list[_Job], file: ReadFile, position: int) -> int:
         """Read some jobs at once, or one of them in pieces, each digested while it is in the cache. Returns where they end in the file."""
-        if len(group) > 1 or group[0].extent <= file.piece_bytes:
+        piece_bytes = self._piece_bytes(file)
+        if len(group) > 1 or group[0].extent <= piece_bytes:
             parts = [part for job in group for part in (*job.parts, job.padding) if len(part)]
             file.read_into(position, parts)
             for job in group:
                 job.found_digest = self._digest.of(*job.parts) if self._verify else None
             return position + sum(map(len, parts))
         (job,) = group
-        digest = self._digest.begin()
-        piece_bytes, end = file.piece_bytes, position + job.extent
+        digest, end = self._digest.begin(), position + job.extent
         reads = [[part[begin : begin + piece_bytes]] for part in job.parts for begin in range(0, len(part), piece_bytes)]
         if len(job.padding):
             reads[-1].append(job.padding)
@@ -228,9 +232,8 @@ class SpanReader:
         for read in reads:
             read_into(position, read)
             position += len(read[0])
-            if self._verify:
-                update(read[0])
-        job.found_digest = digest.value() if self._verify else None
+            update(read[0])
+        job.found_digest = digest.value()
         return end
 
     def _check(self, job: _Job, span: Span) -> None:

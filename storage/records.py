@@ -34,7 +34,7 @@ class ChunkSource:
         nbytes: bytes of the box: product of ``sizes`` times the item size. Zero is allowed and stores nothing.
         load: returns the row-major bytes of the box as a C-contiguous 1-D ``uint8`` array of ``nbytes``: a view of the tensor's memory
             where that is contiguous CPU memory, else a fresh copy. Idempotent and thread-safe. The memory must stay unchanged until the
-            write returns.
+            write returns. A view of staged memory may be floats that a device took apart (``split_memory``), blocks of the chunk's size.
     """
 
     name: str

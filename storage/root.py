@@ -60,8 +60,8 @@ class RunRoot:
     Args:
         path: directory or URL. It need not exist.
         storage_options: keyword arguments of the fsspec file system of a URL, and ``request_timeout_secs``, as for ``ShardWriter``.
-        signing_key: as that of :class:`~dcp_engine.storage.writer.ShardWriter`. A step that is not signed with it is no good one: it is
-            passed over by ``decide``, and counts as damaged for ``prune``, ``retire`` and ``clean``.
+        signing_key: as that of :class:`~dcp_engine.storage.writer.ShardWriter`. What is not signed with it is no good step: ``steps``,
+            ``latest`` and ``decide`` pass it over, and for ``prune``, ``retire`` and ``clean`` it counts as damaged.
 
     Raises:
         InvalidOptionError: the path cannot be one, there is no driver for the URL, or the key is none.
@@ -107,7 +107,7 @@ class RunRoot:
             run_id: name of the run, which others are told who were overtaken.
 
         Raises:
-            InvalidOptionError: the path is a file or itself a checkpoint, or ``run_id`` is no name.
+            InvalidOptionError: the path is a file, a checkpoint or in a step of another root, or ``run_id`` is no name.
             FencedError: somebody else has claimed the epoch after this one meanwhile.
             StorageError kinds: nothing can be written there, or it cannot be told who claimed it.
         """
@@ -133,19 +133,19 @@ class RunRoot:
 
     def steps(self) -> list[int]:
         """The committed steps, ascending; see :func:`~dcp_engine.storage.steps.committed_steps`."""
-        return committed_steps(self.path, storage_options=self._storage_options)
+        return committed_steps(self.path, storage_options=self._storage_options, signing_key=self._signing_key)
 
     def find(self) -> FoundSteps:
         """The committed steps, and those whose COMPLETE is damaged."""
-        return find_steps(self.path, storage_options=self._storage_options)
+        return find_steps(self.path, storage_options=self._storage_options, signing_key=self._signing_key)
 
     def latest(self) -> int | None:
-        """The newest committed step; None if there is none.
+        """The newest committed step; None if there is none. With a signing key: the newest good one, which is signed under its own name.
 
         LATEST helps where a listing is late, and is never believed unseen: what is wrong with it is a warning in the log.
 
         Raises:
-            StorageError: the root cannot be read.
+            StorageError: the root cannot be read. UnsupportedVersionError: there is a key, and a newer release wrote the newest step.
         """
         steps = self.steps()
         try:
@@ -154,6 +154,9 @@ class RunRoot:
             _logger.warning("the hint at the newest step is of no use: %s", error)
             hint = None
         newest = max([*steps, *([] if hint is None else [hint.step])], default=None)
+        if self._signing_key is not None and newest is not None:
+            good = self._newest_good({*steps, newest}, pass_newer_versions=False)
+            newest = None if good is None else good[0]
         if hint is not None and newest is not None and hint.step < newest:
             _logger.info("LATEST of %s is behind: it names step %d, and %d is there", self.path, hint.step, newest)
         return newest
@@ -262,7 +265,7 @@ class RunRoot:
         """
         self._check(claim)
         nonce = self._marker(step).nonce
-        good = self._newest_good(set(self.steps()) - {step})
+        good = self._newest_good(set(self._committed()) - {step})
         if good is None:
             raise InvalidOptionError(
                 "the last good step is never retired",
@@ -294,7 +297,7 @@ class RunRoot:
         """
         check_keep_last(keep_last)
         self._check(claim)
-        committed = self.steps()
+        committed = self._committed()
         good = self._newest_good(committed)
         if good is None:
             return PruneReport((), (), tuple(committed), guarded=None)
@@ -313,7 +316,7 @@ class RunRoot:
                     continue
                 (in_use if outcome is Retirement.IN_USE else retired).append(step)
                 guarded.append(outcome is not Retirement.UNGUARDED)
-        kept = tuple(step for step in self.steps() if step not in in_use)
+        kept = tuple(step for step in self._committed() if step not in in_use)
         return PruneReport(tuple(retired), tuple(in_use), kept, all(guarded) if guarded else None)
 
     def clean(self, claim: EpochClaim, *, older_than_secs: float = _TRASH_SECS) -> tuple[str, ...]:
@@ -334,7 +337,7 @@ class RunRoot:
         if not number or not older_than_secs >= 0:
             raise InvalidOptionError("older_than_secs is not a time", expected="seconds, at least 0", found=repr(older_than_secs)[:300])
         self._check(claim)
-        good = self._newest_good(self.steps())
+        good = self._newest_good(self._committed())
         if good is None:
             return self._store.clean(older_than_secs, keep_whole=True)
         with good[1].hold:
@@ -351,6 +354,10 @@ class RunRoot:
                 found=claim.root if isinstance(claim, EpochClaim) else repr(claim)[:300],
             )
         claim.check()
+
+    def _committed(self) -> list[int]:
+        """The committed steps, whoever has signed them."""
+        return committed_steps(self.path, storage_options=self._storage_options)
 
     def _marker(self, step: int) -> Marker:
         """COMPLETE of a committed step. Raises as ``open_checkpoint``."""
@@ -373,7 +380,7 @@ class RunRoot:
         )
 
     def _decide(self) -> Decision | None:
-        committed = self.steps()
+        committed = self._committed()
         if not committed:
             return None
         good = self._newest_good(committed, pass_newer_versions=False)
@@ -390,7 +397,7 @@ class RunRoot:
 
     def _seen_steps(self) -> str | None:
         """The committed steps that this process sees, in words; None for none."""
-        steps = self.steps()
+        steps = self._committed()
         return f"{len(steps)} of them, the newest step {steps[-1]}" if steps else None
 
     def _seen(self, step: int) -> Decision | str:

@@ -20,7 +20,7 @@ from dcp_engine.storage.envelope import is_nonce
 from dcp_engine.storage.epochs import EPOCHS_NAME, EpochRecord, epoch_name
 from dcp_engine.storage.holds import Hold, hold_for_reading, hold_for_retiring
 from dcp_engine.storage.latest import LATEST_NAME
-from dcp_engine.storage.root_store import Retirement, refuse_checkpoint
+from dcp_engine.storage.root_store import Retirement, refuse_checkpoint, refuse_enclosed
 from dcp_engine.storage.steps import step_name
 
 __all__ = ["PosixRoot"]
@@ -36,6 +36,8 @@ class PosixRoot:
 
     def prepare(self) -> None:
         """Makes the root and its directory of epochs."""
+        for path in dict.fromkeys((self._path, os.path.realpath(self._path))):
+            refuse_enclosed(path, lambda place, file: name_exists(os.path.join(place, file)))
         names = self._names_if_root()
         if names is None:
             try:

@@ -23,7 +23,7 @@ from dcp_engine.storage.holds import Hold
 from dcp_engine.storage.latest import LATEST_NAME
 from dcp_engine.storage.limits import MAX_MARKER_BYTES
 from dcp_engine.storage.publish_remote import PROBE_NAME
-from dcp_engine.storage.root_store import Retirement, refuse_checkpoint
+from dcp_engine.storage.root_store import Retirement, refuse_checkpoint, refuse_enclosed
 from dcp_engine.storage.steps import parse_step_name, step_name
 from dcp_engine.storage.texts import MAX_TEXT_FILE_BYTES
 from dcp_engine.storage.tombstones import RETIRED, is_tombstone, parse_tombstone, tombstone_bytes
@@ -42,10 +42,12 @@ class RemoteRoot:
 
     def __init__(self, location: Location, storage_options: Mapping[str, Any]) -> None:
         self._url = location.path
+        self._storage_options = storage_options
         self._directory = RemoteDirectory.at(location.path, storage_options)
 
     def prepare(self) -> None:
         """Looks whether the prefix can be a root."""
+        refuse_enclosed(self._url, lambda url, file: _has(RemoteDirectory.at(url, self._storage_options), file))
         if self._directory.kind() == "file":
             raise InvalidOptionError("this cannot be a root", path=self._url, expected="a prefix", found="an object")
         refuse_checkpoint(self._url, self._directory.names())
@@ -181,6 +183,14 @@ class RemoteRoot:
         except DcpEngineError as error:
             _logger.warning("could not remove all data of the retired step %s: the next clean-up tries again: %s", place.path, error)
         return removed
+
+
+def _has(directory: RemoteDirectory, name: str) -> bool:
+    try:
+        directory.file_size(name)
+    except MissingFileError:
+        return False
+    return True
 
 
 def _content(directory: RemoteDirectory, name: str) -> bytes | None:

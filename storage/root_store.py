@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import posixpath
 from collections.abc import Callable
 from enum import Enum
 from typing import Final, Protocol
@@ -10,13 +11,15 @@ from typing import Final, Protocol
 from dcp_engine.errors import InvalidOptionError, StorageError
 from dcp_engine.storage.attempts import MANIFEST_NAME, MARKER_NAME
 from dcp_engine.storage.backends import Directory
-from dcp_engine.storage.entry_names import strangers
-from dcp_engine.storage.epochs import EpochRecord
+from dcp_engine.storage.entry_names import is_step_attempt, is_trash, strangers
+from dcp_engine.storage.epochs import EPOCHS_NAME, EpochRecord
 from dcp_engine.storage.holds import Hold
+from dcp_engine.storage.steps import parse_step_name
 
-__all__ = ["Retirement", "RootStore", "refuse_checkpoint", "refuse_strangers"]
+__all__ = ["CHECKPOINT_NAMES", "Retirement", "RootStore", "refuse_checkpoint", "refuse_enclosed", "refuse_strangers"]
 
-_STOCK_NAME: Final = ".metadata"
+CHECKPOINT_NAMES: Final = (MARKER_NAME, MANIFEST_NAME, ".metadata")
+"""Files of which a checkpoint has one, of ours or of DCP's own format."""
 
 
 class Retirement(Enum):
@@ -75,7 +78,7 @@ class RootStore(Protocol):
 
 def refuse_checkpoint(path: str, names: list[str]) -> None:
     """Refuses a directory that is itself a checkpoint, of ours or of DCP's own format. Raises ``InvalidOptionError``."""
-    found = [name for name in (MARKER_NAME, MANIFEST_NAME, _STOCK_NAME) if name in names]
+    found = [name for name in CHECKPOINT_NAMES if name in names]
     if found:
         raise InvalidOptionError(
             "this is a checkpoint, not a root that holds some",
@@ -112,3 +115,28 @@ def refuse_strangers(root: Directory) -> None:
             found=", ".join(map(repr, found[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else ""),
             remedy="pass a directory of its own for the run, as in a new one below this",
         )
+
+
+def refuse_enclosed(path: str, has: Callable[[str, str], bool]) -> None:
+    """Refuses a root that would go with what another root removes: one in a step, in an attempt at one, in trash, or among epochs.
+
+    Args:
+        path: absolute path or URL.
+        has: whether a directory, the first argument, holds a file of a name, the second one. Asked of those above it with a step's name.
+
+    Raises:
+        InvalidOptionError: naming that directory.
+    """
+    place = path
+    while place.strip("/"):
+        name = posixpath.basename(place)
+        is_step = place != path and parse_step_name(name) is not None and any(has(place, file) for file in CHECKPOINT_NAMES)
+        if is_step or is_step_attempt(name) or is_trash(name) or name == EPOCHS_NAME:
+            raise InvalidOptionError(
+                "the root lies in what another root removes",
+                path=path,
+                expected="a directory outside of checkpoints",
+                found=repr(place),
+                remedy="take another directory; if there are steps in this one, move them away first",
+            )
+        place = posixpath.dirname(place)

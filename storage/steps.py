@@ -24,7 +24,9 @@ from dcp_engine.storage.attempts import read_marker
 from dcp_engine.storage.backends import locate, resolve
 from dcp_engine.storage.backends.calls import system
 from dcp_engine.storage.backends.failures import storage_failure
+from dcp_engine.storage.keys import KeySource, SecretKey, secret_key
 from dcp_engine.storage.limits import MAX_STEP
+from dcp_engine.storage.signing import check_signature
 
 __all__ = ["STEP_NAME", "FoundSteps", "committed_steps", "find_steps", "parse_step_name", "step_name"]
 
@@ -65,14 +67,19 @@ class FoundSteps:
 
     Attributes:
         committed: steps whose COMPLETE is whole.
-        damaged: steps that were committed once: there is a COMPLETE, and it is damaged.
+        damaged: steps that were committed once: there is a COMPLETE, and it is damaged, or not signed with the key.
     """
 
     committed: list[int]
     damaged: list[int]
 
 
-def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> list[int]:
+def committed_steps(
+    root: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    signing_key: KeySource | SecretKey | None = None,
+) -> list[int]:
     """The committed steps in a directory, in ascending order.
 
     A step counts if its directory (no symbolic link) has the exact name and its COMPLETE is whole. One of a newer format version counts:
@@ -81,22 +88,32 @@ def committed_steps(root: str | os.PathLike[str], *, storage_options: Mapping[st
     Args:
         root: directory or URL.
         storage_options: keyword arguments of the fsspec file system of a URL, and ``request_timeout_secs``.
+        signing_key: what must have signed the COMPLETE of a step that counts: bytes, the path of a file, or a callable; ``None``: any
+            counts. That a signed step was copied to the name of another one is not seen here, but by ``RunRoot.latest``.
 
     Returns:
         empty, where the directory does not exist or is no directory.
 
     Raises:
         StorageError: the directory, or a COMPLETE in it, cannot be read.
-        InvalidOptionError: the path cannot be one.
+        InvalidOptionError: the path cannot be one, or the key cannot be had.
 
     Thread-safety: callable from any thread.
     """
-    return find_steps(root, storage_options=storage_options).committed
+    return find_steps(root, storage_options=storage_options, signing_key=signing_key).committed
 
 
-def find_steps(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> FoundSteps:
-    """Like :func:`committed_steps`, with those that are damaged."""
+def find_steps(
+    root: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    signing_key: KeySource | SecretKey | None = None,
+) -> FoundSteps:
+    """Like :func:`committed_steps`, with those that are damaged, or not signed with the key."""
     location = locate(root)
+    key = secret_key(signing_key, "signing_key")
+    if key is not None:
+        key = SecretKey(key.material(), "signing_key")  # read once, not for each step
     found = FoundSteps([], [])
     try:
         names = resolve(location, storage_options).names()
@@ -112,7 +129,9 @@ def find_steps(root: str | os.PathLike[str], *, storage_options: Mapping[str, An
         if not place.remote and not _is_directory(place.path):
             continue
         try:
-            read_marker(resolve(place, storage_options))
+            marker = read_marker(resolve(place, storage_options))
+            if key is not None:
+                check_signature(marker, key, path=place.path)
         except UnsupportedVersionError:
             pass  # committed, by a newer release
         except (MissingFileError, RetiredError):

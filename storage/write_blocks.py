@@ -12,11 +12,13 @@ import numpy as np
 from dcp_engine.errors import PlanError
 from dcp_engine.storage.limits import BLOCK_BYTES, PACK_BYTES
 from dcp_engine.storage.records import Source
+from dcp_engine.storage.split_memory import staged_block
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dcp_engine.storage.backends.base import Buffer
+    from dcp_engine.storage.codecs import SplitFloats
     from dcp_engine.storage.dtypes import DtypeInfo
 
 __all__ = ["Block", "blocks_of"]
@@ -63,12 +65,12 @@ class Block:
     start: int = 0
     is_last: bool = True
 
-    def load(self) -> memoryview:
-        """The raw bytes: a view where the source gives one, joined where several chunks share the block."""
+    def load(self) -> memoryview | SplitFloats:
+        """The raw bytes: a view where the source gives one, joined where several chunks share the block; or floats that came apart."""
         if self.shared is not None:
-            return self.shared.get()[self.start : self.start + self.raw_bytes]
+            return staged_block(self.shared.get()[self.start : self.start + self.raw_bytes])
         if len(self.sources) == 1:
-            return _loaded(self.sources[0]).data
+            return staged_block(_loaded(self.sources[0]).data)
         # Arrays are buffers as they are; a memoryview of each would take longer than to join them.
         return memoryview(b"".join(cast("Iterable[Buffer]", map(_loaded, self.sources))))
 

@@ -352,6 +352,13 @@ class ShardWriter(StorageWriter):
         """Remove what the last save has left, if that failed; on the coordinator. Never raises. Else the writer's next save does it."""
         self._abort()
 
+    @property
+    def takes_split_tensors(self) -> bool:
+        """Whether it writes staged floats that were taken apart on their device as it would write them whole, and gains by it. A subclass
+        may look at what it writes.
+        """
+        return type(self) is ShardWriter and self._options.codec in ("planes", "auto")
+
     # -- DCP's attribute --------------------------------------------------------------------------------------------------
 
     @property

@@ -13,10 +13,11 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from dcp_engine.background.cut import Cut
 from dcp_engine.background.exchange import Exchange
 from dcp_engine.background.run import SaveRun
+from dcp_engine.planners import BalancedSavePlanner
 from dcp_engine.storage import ShardWriter
 from dcp_engine.types import WritePhases
 
-__all__ = ["Executor", "SaveJob", "SaveOutcome", "staged_state", "writer_progress"]
+__all__ = ["Executor", "SaveJob", "SaveOutcome", "read_split_tensors", "staged_state", "writer_progress"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,10 @@ class SaveOutcome:
 class Executor(Protocol):
     """Where saves run. ``run`` is called in one thread after the other; one that was left behind in it finds its save over."""
 
+    @property
+    def sees_buffers(self) -> bool:
+        """Whether what is saved is read from the stager's buffers themselves, together with what is known of them."""
+
     def begin(self) -> None:
         """Called once, first, in the thread from which all those that call ``run`` are started."""
 
@@ -73,6 +78,12 @@ def staged_state(job: SaveJob, run: SaveRun) -> dict[str, Any]:
         return job.state
     run.enter("staging")
     return job.state.result()
+
+
+def read_split_tensors(writer: StorageWriter, planner: SavePlanner) -> bool:
+    """Whether both know staged floats that were taken apart on their device. To all others these are noise."""
+    knows = isinstance(writer, ShardWriter) and writer.takes_split_tensors
+    return knows and isinstance(planner, BalancedSavePlanner) and planner.leaves_tensors_alone
 
 
 def writer_progress(writer: StorageWriter) -> int | None:

@@ -55,6 +55,11 @@ class ProcessExecutor:
         self._priority = priority
         self._child: _Child | None = None
 
+    @property
+    def sees_buffers(self) -> bool:
+        """See :class:`dcp_engine.background.jobs.Executor`. Tensors that lie in no shared buffer travel by value."""
+        return self._stager.memory == "shared"
+
     def begin(self) -> None:
         """The thread that waits for the process keeps its priority: holding the interpreter's lock it must not be slow."""
 

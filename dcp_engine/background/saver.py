@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from dcp_engine.background.cut import Cut
 from dcp_engine.background.failures import one_error
 from dcp_engine.background.handle import SaveHandle, SaveTimings
-from dcp_engine.background.jobs import Executor, SaveJob, SaveOutcome
+from dcp_engine.background.jobs import Executor, SaveJob, SaveOutcome, read_split_tensors
 from dcp_engine.background.members import members_of, store_of
 from dcp_engine.background.priority import Priority
 from dcp_engine.background.process import ProcessExecutor
@@ -68,7 +68,7 @@ class BackgroundSaver:
     read it, the next ``submit`` does.
 
     A process that ends early (return, exception, ``sys.exit``) first gives saves under way ``exit_wait_secs``. What is not done then is
-    not published.
+    not published. Where the process group's store does not answer, the end waits for it for ``failure_secs`` at most.
 
     Args:
         stager: None makes one that belongs to the saver, with shared memory where the executor is a process.
@@ -179,7 +179,7 @@ class BackgroundSaver:
             self._enqueue(_failed_job(_refusal(earlier, step), writer, planner or self._planner), handle, (0.0, 0.0, started))
             raise earlier
         before = self.stager.last_report
-        state = self._stage(state_dict)
+        state = self._stage(state_dict, self._executor.sees_buffers and read_split_tensors(writer, planner or self._planner))
         report = self.stager.last_report
         waited = 0.0 if report is None else report.waited_secs
         job = SaveJob(state, writer, planner or self._planner, cut or Cut())
@@ -255,7 +255,7 @@ class BackgroundSaver:
         self._handles = [handle for handle in self._handles if not handle.done()]
         return failures[0] if failures else None
 
-    def _stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+    def _stage(self, state_dict: Mapping[str, Any], may_split: bool) -> dict[str, Any] | Future[dict[str, Any]]:
         key = None
         try:
             given = {}
@@ -268,7 +268,7 @@ class BackgroundSaver:
                 raise failure from (None if failure is error else error)
             failure.rank = dist.get_rank() if dist.is_initialized() else None
             return failed_state(failure)  # the other ranks save: they must get an error, and not be left waiting
-        return self.stager.stage(given)
+        return self.stager.stage(given, may_split=may_split)
 
     def _enqueue(
         self, job: SaveJob, handle: SaveHandle, times: tuple[float, float, float], after: Callable[[], None] | None = None

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_engine.background.exchange import Exchange
 from dcp_engine.background.jobs import Executor, SaveJob, SaveOutcome
+from dcp_engine.background.leaving import await_at_exit
 from dcp_engine.background.outcome import Outcome, State
 from dcp_engine.background.run import SaveRun
 from dcp_engine.background.watch import Liveness, RankWatch, own_client
@@ -28,6 +29,8 @@ __all__ = ["Supervisor"]
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECS = 0.5
+_EXIT_SECS = 2.0
+"""For a thread that was left behind: where it waits for the store, it comes back when the watch does, which is awaited for longer."""
 
 _Result = TypeVar("_Result")
 
@@ -320,7 +323,9 @@ class _Worker:
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        thread.start()
+        await_at_exit(thread, _EXIT_SECS)
 
     def start(self, work: Callable[[], _Result]) -> Future[_Result]:
         future: Future[_Result] = Future()

@@ -21,6 +21,11 @@ class ThreadExecutor:
     def __init__(self, priority: Priority) -> None:
         self._priority = priority
 
+    @property
+    def sees_buffers(self) -> bool:
+        """See :class:`dcp_engine.background.jobs.Executor`."""
+        return True
+
     def begin(self) -> None:
         """See :class:`dcp_engine.background.jobs.Executor`. Threads inherit it."""
         self._priority.apply()

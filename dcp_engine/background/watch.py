@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, Self
 
 from dcp_engine.background.exchange import COORDINATOR
+from dcp_engine.background.leaving import await_at_exit
 from dcp_engine.background.outcome import Outcome, State
 from dcp_engine.background.pulse import LEFT, Beat, Limits, Pulses
 from dcp_engine.errors import InvalidOptionError, RankLostError
@@ -201,6 +202,7 @@ class RankWatch:
         self._heard_at = self._looked_at = time.monotonic()
         self._thread = threading.Thread(target=self._serve, name="dcp-engine-watch", daemon=True)
         self._thread.start()
+        await_at_exit(self._thread, liveness.failure_secs)  # it may be in a call of the store, which may not answer
 
     @property
     def silent_secs(self) -> float:
@@ -227,7 +229,7 @@ class RankWatch:
         self._wake.set()
 
     def close(self) -> None:
-        """Say good-bye and end. A store that does not answer is left waiting."""
+        """Say good-bye and end. Who waits for a store that does not answer is left behind, until the interpreter ends."""
         self._closed = True
         self._wake.set()
         self._thread.join(_CLOSE_SECS)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from dcp_engine.compat import copy_many
 from dcp_engine.staging.layout import SMALL_BYTES, Slot, StagePlan
+from dcp_engine.staging.split import PIECE_BYTES, SplitSlots, pieces, split_blocks
 
 __all__ = ["CudaCopier", "Transfer", "wait_for"]
+
+_NONE_SPLIT: SplitSlots = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # equality would compare tensors
@@ -46,7 +50,8 @@ def wait_for(transfers: Sequence[Transfer]) -> None:
 
 class CudaCopier:
     """Copies from CUDA devices on side streams of high priority: copies run on engines of their own, and kernels that gather small tensors
-    should not wait behind the training's. Gathering has a stream of its own, so that it does not wait for the copies of the state before.
+    should not wait behind the training's. Gathering has a stream of its own, so that it does not wait for the copies of the state before,
+    and so has taking floats apart, which runs beside them.
 
     Thread-safety: ``start`` from one thread at a time; ``fence`` from any.
     """
@@ -56,7 +61,9 @@ class CudaCopier:
         self._lock = threading.Lock()
         self._under_way: list[Transfer] = []
 
-    def start(self, plan: StagePlan, tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[Transfer]:
+    def start(
+        self, plan: StagePlan, tensors: Sequence[torch.Tensor], flat: torch.Tensor, split: SplitSlots = _NONE_SPLIT
+    ) -> list[Transfer]:
         """Begin to copy the slots of ``plan`` that lie on devices. The host waits for nothing.
 
         The current streams wait until small tensors have been gathered, which takes them microseconds: what a forward pass changes in
@@ -66,6 +73,7 @@ class CudaCopier:
             plan: where everything goes.
             tensors: the plan's tensors, in its order.
             flat: the buffer, uint8 of shape ``(at least plan.num_bytes,)``, pinned.
+            split: slots whose floats are taken apart before they cross.
 
         Raises:
             RuntimeError: torch's, for whatever went wrong; nothing is under way then.
@@ -76,7 +84,7 @@ class CudaCopier:
         transfers: list[Transfer] = []
         try:
             for device, slots in by_device.items():
-                transfers.append(self._start(device, slots, tensors, flat))
+                transfers.append(self._start(device, slots, tensors, flat, split))
         except BaseException:
             # Some copies may be under way, and the buffer is about to be somebody else's.
             for stream in self._streams.values():
@@ -100,7 +108,9 @@ class CudaCopier:
             stream = self._streams[device, purpose] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         return stream
 
-    def _start(self, device: torch.device, slots: Sequence[Slot], tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> Transfer:
+    def _start(
+        self, device: torch.device, slots: Sequence[Slot], tensors: Sequence[torch.Tensor], flat: torch.Tensor, split: SplitSlots
+    ) -> Transfer:
         stream, gatherer = self._stream(device, "copy"), self._stream(device, "gather")
         training = torch.cuda.current_stream(device)
         # What the training has queued so far must be done before its results are read; what it queues later runs beside.
@@ -120,13 +130,57 @@ class CudaCopier:
             if small:
                 flat[small[0].offset : small[0].offset + run.numel()].copy_(run, non_blocking=True)
             for slot in slots:
-                if slot.num_bytes > SMALL_BYTES:
+                if slot.num_bytes > SMALL_BYTES and slot.offset not in split:
                     source = _source(slot, tensors[slot.member])
                     flat[slot.offset : slot.offset + slot.num_bytes].copy_(source, non_blocking=True)
                     held += (source, tensors[slot.member])
+        apart = [slot for slot in slots if slot.offset in split]
+        if apart:
+            splitter = self._stream(device, "split")
+            splitter.wait_event(ready)
+            held += _copy_apart(apart, tensors, flat, split, splitter, stream)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a thread that waits for it sleeps
             done.record(stream)
         return Transfer(device, done, held)
+
+
+def _copy_apart(
+    slots: Sequence[Slot],
+    tensors: Sequence[torch.Tensor],
+    flat: torch.Tensor,
+    split: SplitSlots,
+    splitter: torch.cuda.Stream,
+    copier: torch.cuda.Stream,
+) -> list[torch.Tensor]:
+    """Take slots apart piece by piece, in two halves of a workspace: one crosses while the next piece comes apart. The caller has let both
+    streams wait for the sources. Returns what must be held.
+    """
+    held: list[torch.Tensor] = []
+    crossed: list[torch.cuda.Event | None] = [None, None]
+    turn = 0
+    device = tensors[slots[0].member].device
+    half_bytes = min(PIECE_BYTES, max(slot.num_bytes for slot in slots))
+    with torch.cuda.device(device), torch.no_grad():
+        with torch.cuda.stream(splitter):
+            workspace = torch.empty(2, half_bytes, dtype=torch.uint8, device=device)
+        for slot in slots:
+            with torch.cuda.stream(splitter):
+                source = _source(slot, tensors[slot.member])
+            held += (source, tensors[slot.member])
+            for begin, end in pieces(slot.num_bytes):
+                half, before = workspace[turn, : end - begin], crossed[turn]
+                with torch.cuda.stream(splitter):
+                    if before is not None:
+                        splitter.wait_event(before)
+                    split_blocks(source[begin:end], split[slot.offset], half)
+                    is_apart = splitter.record_event()
+                with torch.cuda.stream(copier):
+                    copier.wait_event(is_apart)
+                    flat[slot.offset + begin : slot.offset + end].copy_(half, non_blocking=True)
+                    crossed[turn] = copier.record_event()
+                turn = 1 - turn
+    return [workspace, *held]
 
 
 def _gathered(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -11,7 +11,19 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ALIGNMENT_BYTES", "PAGE_BYTES", "SMALL_BYTES", "Extent", "Slot", "StagePlan", "View", "extent_of", "place_of", "plan_slots"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "PAGE_BYTES",
+    "SMALL_BYTES",
+    "Extent",
+    "Slot",
+    "StagePlan",
+    "View",
+    "extent_of",
+    "is_packed",
+    "place_of",
+    "plan_slots",
+]
 
 ALIGNMENT_BYTES = 64
 """A cache line, and a multiple of every element's size. A slot starts in a line of its own, where in it its source does."""
@@ -221,6 +233,11 @@ def _sparse_regions(extents: Sequence[Extent]) -> list[_Region]:
         _Region(extent.device, extent.storage, extent.start, extent.num_elements * extent.dtype.itemsize, members, False)
         for extent, members in alike.items()
     ]
+
+
+def is_packed(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie one after the other, row by row."""
+    return all(size == 1 or step == packed for size, step, packed in zip(shape, stride, _packed_stride(tuple(shape)), strict=True))
 
 
 def _packed_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

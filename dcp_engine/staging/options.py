@@ -24,10 +24,17 @@ class StagingOptions:
     wait_secs: float
     verify_staging: Thoroughness
     threads: int
+    split_on_device: bool
 
 
 def staging_options(
-    *, memory: MemoryKind | str, budget_bytes: int | None, wait_secs: float, verify_staging: Thoroughness | str, threads: int | None
+    *,
+    memory: MemoryKind | str,
+    budget_bytes: int | None,
+    wait_secs: float,
+    verify_staging: Thoroughness | str,
+    threads: int | None,
+    split_on_device: bool,
 ) -> StagingOptions:
     """Check and complete the options.
 
@@ -42,12 +49,15 @@ def staging_options(
         raise InvalidOptionError("unknown verify_staging", expected="off, sample or full", found=repr(verify_staging))
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 256):
         raise InvalidOptionError("threads is out of range", expected="None or an int from 1 to 256", found=repr(threads))
+    if not isinstance(split_on_device, bool):
+        raise InvalidOptionError("split_on_device is not a bool", expected="True or False", found=repr(split_on_device)[:300])
     return StagingOptions(
         memory=_memory_kind(memory),
         budget_bytes=budget_bytes,
         wait_secs=float(wait_secs),
         verify_staging=verify_staging,
         threads=threads or default_threads(),
+        split_on_device=split_on_device,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from dcp_engine.errors import StagedDataChangedError
-from dcp_engine.leases import Lease
+from dcp_engine.leases import Lease, SplitRun
 from dcp_engine.staging.digests import Place, Thoroughness, place_digests
 
-__all__ = ["SharedBuffer", "StagingProof"]
+__all__ = ["SharedBuffer", "StagingProof", "split_runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class StagingProof:
         names: of the tensor that lies there, or of the first of them, one for each place.
         digests: one for each place; none with ``thoroughness="off"``.
         thoroughness: how the digests were taken.
+        split: places that hold floats taken apart, and the code of their element type.
     """
 
     buffer: int
@@ -47,6 +48,7 @@ class StagingProof:
     names: tuple[str, ...]
     digests: tuple[int, ...]
     thoroughness: Thoroughness
+    split: tuple[tuple[int, int, int], ...] = ()
 
     def check(self, memory: NDArray[np.uint8]) -> None:
         """Hold the buffer against it.
@@ -69,7 +71,9 @@ class StagingProof:
 
     @contextmanager
     def registered(self, memory: torch.Tensor) -> Iterator[None]:
-        """While this is open, a writer that writes from ``memory``, which another process has staged into, checks it at its end."""
+        """While this is open, a writer that writes from ``memory``, which another process has staged into, checks it at its end, and knows
+        which floats have been taken apart.
+        """
         lease = Lease(
             memory.data_ptr(),
             memory.numel(),
@@ -77,11 +81,17 @@ class StagingProof:
             on_writing=_nothing,
             on_release=_nothing,
             check=lambda: self.check(memory.numpy()),
+            split=split_runs(memory.data_ptr(), self.split),
         )
         try:
             yield
         finally:
             lease.release()
+
+
+def split_runs(address: int, split: Sequence[tuple[int, int, int]]) -> tuple[SplitRun, ...]:
+    """The places of :attr:`StagingProof.split` in a buffer at this address."""
+    return tuple(SplitRun(address + begin, num_bytes, code) for begin, num_bytes, code in split)
 
 
 def _nothing() -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -31,11 +31,13 @@ from dcp_engine.staging.failure import state_for_all_ranks, unexpected
 from dcp_engine.staging.handed_out import HandedOut, StagedState, Staging
 from dcp_engine.staging.layout import StagePlan, extent_of, place_of, plan_slots
 from dcp_engine.staging.options import check_optimizer, check_save, staging_options
-from dcp_engine.staging.proof import SharedBuffer, StagingProof
+from dcp_engine.staging.proof import SharedBuffer, StagingProof, split_runs
+from dcp_engine.staging.report import StagingReport
+from dcp_engine.staging.split import slots_to_split
 from dcp_engine.staging.state import StagedTensor, find_tensors, rebuilt, views_in
 from dcp_engine.storage.options import local_ranks
 
-__all__ = ["DoubleBufferStager", "StagingReport"]
+__all__ = ["DoubleBufferStager"]
 
 _NUM_BUFFERS = 2
 _PATIENCE_SECS = 1.0
@@ -47,30 +49,6 @@ class _StepHooks(Protocol):
     """What :meth:`DoubleBufferStager.protect` needs of an optimizer."""
 
     def register_step_pre_hook(self, hook: Callable[..., None]) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StagingReport:
-    """One staging.
-
-    Attributes:
-        waited_secs: waited for a free buffer.
-        blocked_secs: from call to return, the waiting included. Copies from a device go on after that.
-        num_bytes: of the buffer that the state takes.
-        num_tensors: staged, ties counted for each key.
-        num_slots: runs of memory that were copied.
-        replanned: whether the layout differs from the last one's.
-        content: digest of all tensors, None with ``verify_staging="off"``, or where copies from a device have failed; done when copies
-            from devices are through.
-    """
-
-    waited_secs: float
-    blocked_secs: float
-    num_bytes: int
-    num_tensors: int
-    num_slots: int
-    replanned: bool
-    content: Future[int | None]
 
 
 class DoubleBufferStager(AsyncStager):
@@ -105,6 +83,9 @@ class DoubleBufferStager(AsyncStager):
         verify_staging: ``"sample"`` digests a few KiB of each tensor when staged and holds them against the buffer when it was written,
             ``"full"`` all of it, ``"off"`` nothing.
         threads: that copy CPU tensors, the caller's among them; None: the CPUs of this rank, at most 8.
+        split_on_device: floats of CUDA tensors are taken apart on their device before they cross, and the writer has only to compress
+            them; what is stored stays the same. Only where whoever stages says that its writer and planner know such tensors, as
+            :class:`~dcp_engine.background.BackgroundSaver` does: see :meth:`stage`. Takes up to 128 MiB of the device's memory.
 
     Raises:
         InvalidOptionError: an option is out of range.
@@ -120,9 +101,15 @@ class DoubleBufferStager(AsyncStager):
         wait_secs: float = 600.0,
         verify_staging: Thoroughness | str = "sample",
         threads: int | None = None,
+        split_on_device: bool = False,
     ) -> None:
         self._options = staging_options(
-            memory=memory, budget_bytes=budget_bytes, wait_secs=wait_secs, verify_staging=verify_staging, threads=threads
+            memory=memory,
+            budget_bytes=budget_bytes,
+            wait_secs=wait_secs,
+            verify_staging=verify_staging,
+            threads=threads,
+            split_on_device=split_on_device,
         )
         self._buffers = BufferPool(_NUM_BUFFERS)
         self._host = HostCopier(self._options.threads)
@@ -141,11 +128,14 @@ class DoubleBufferStager(AsyncStager):
 
     # -- DCP's calls ------------------------------------------------------------------------------------------------------
 
-    def stage(self, state_dict: _State) -> Future[_State] | _State:
+    def stage(self, state_dict: _State, *, may_split: bool = False) -> Future[_State] | _State:
         """A copy of the state, in a buffer of this stager.
 
         Args:
             state_dict: nested mappings, lists and tuples. Not changed.
+            may_split: nobody reads the staged tensors but a writer and a planner that say that they know floats that were taken apart
+                (``ShardWriter.takes_split_tensors``, ``BalancedSavePlanner.leaves_tensors_alone``), in this process, or, from shared
+                memory, in one that is given :meth:`proof_of`. To all others such tensors are noise. DCP never says so.
 
         Returns:
             The staged state: the same containers, tensors on the CPU. A future of it where it holds CUDA tensors.
@@ -158,7 +148,7 @@ class DoubleBufferStager(AsyncStager):
         try:
             with self._alone():
                 self._last = None  # else track() would end an earlier state's lease together with this one's failure
-                return self._stage(state_dict)
+                return self._stage(state_dict, may_split and self._options.split_on_device)
         except Exception as error:
             failure = error if isinstance(error, DcpEngineError) else unexpected(error)
             failing = state_for_all_ranks(failure)
@@ -240,6 +230,11 @@ class DoubleBufferStager(AsyncStager):
         return None if staging is None or arena is None or arena.shared is None else staging.proof
 
     @property
+    def memory(self) -> MemoryKind:
+        """The kind of memory that the buffers take."""
+        return self._options.memory
+
+    @property
     def buffers(self) -> tuple[BufferInfo, ...]:
         """What each buffer is doing."""
         return self._buffers.info()
@@ -263,7 +258,7 @@ class DoubleBufferStager(AsyncStager):
             self._stager = None
             self._in_stage.release()
 
-    def _stage(self, state_dict: _State) -> Future[_State] | _State:
+    def _stage(self, state_dict: _State, splits: bool) -> Future[_State] | _State:
         started = time.monotonic()
         with without_gc():
             tensors = find_tensors(state_dict)
@@ -273,7 +268,7 @@ class DoubleBufferStager(AsyncStager):
         turn = buffer.turn
         try:
             with without_gc():
-                staging, staged_state = self._fill(buffer, tensors, state_dict)
+                staging, staged_state = self._fill(buffer, tensors, state_dict, splits)
         except BaseException:
             self._buffers.release(buffer, turn)
             raise
@@ -324,8 +319,10 @@ class DoubleBufferStager(AsyncStager):
         self._places, self._plan = places, plan
         return True
 
-    def _fill(self, buffer: Buffer, tensors: Sequence[StagedTensor], state_dict: _State) -> tuple[Staging, StagedState]:
+    def _fill(self, buffer: Buffer, tensors: Sequence[StagedTensor], state_dict: _State, splits: bool) -> tuple[Staging, StagedState]:
         plan = self._plan
+        split = slots_to_split(plan, tensors) if splits else {}
+        split_places = tuple((*place, split[place[0]].code) for place in plan.places if place[0] in split)
         arena = self._arena(buffer, plan.num_bytes)
         if arena.kind != "plain" and plan.elsewhere:
             arena.pin()
@@ -337,14 +334,15 @@ class DoubleBufferStager(AsyncStager):
             on_writing=lambda: self._buffers.enter(buffer, turn, BufferState.WRITING),
             on_release=lambda: self._buffers.release(buffer, turn),
             check=lambda: staging.proof.check(arena.memory),
+            split=split_runs(arena.address, split_places),
         )
         names = tuple(tensors[slot.member].name for slot in plan.slots)
-        proof = StagingProof(arena.number, plan.places, names, (), self._options.verify_staging)
+        proof = StagingProof(arena.number, plan.places, names, (), self._options.verify_staging, split_places)
         staging = Staging(buffer, turn, proof, lease, [], Future())
         try:
             flat = arena.open(lease.abandon)
             sources = [tensor.local for tensor in tensors]
-            staging.transfers = self._cuda.start(plan, sources, flat)
+            staging.transfers = self._cuda.start(plan, sources, flat, split)
             self._host.copy(plan, sources, flat)
             staged_state = StagedState(rebuilt(state_dict, views_in(flat, plan, tensors)))
             if not staging.transfers:

@@ -17,7 +17,7 @@ except ImportError:  # installed without a C compiler
     compiled = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from dcp_engine.storage.codecs.pairing import U16s
+    from dcp_engine.storage.codecs.pairing import Positions, U8s, U16s
 
 __all__ = ["CompiledLoops", "is_compiled", "pair_loops"]
 
@@ -40,6 +40,13 @@ class CompiledLoops:
         if not 0 <= num_outside <= max_outside:
             return None
         return Outside(positions[:num_outside], exponents[:num_outside], bool(bits & _SIGNS))
+
+    def code(self, exponents: U8s, base: int, codes: U8s, max_outside: int, scratch: Scratch) -> tuple[Positions, U8s] | None:
+        """As :meth:`pair`."""
+        positions = scratch.buffer("paired positions", 16 * max_outside).view(np.int64)
+        outside = scratch.buffer("paired exponents", 2 * max_outside)
+        num_outside = compiled.code(exponents, len(codes), base, codes, positions, outside)
+        return (positions[:num_outside], outside[:num_outside]) if 0 <= num_outside <= max_outside else None
 
     def unpair(self, pairs: Pairs, out: memoryview, scratch: Scratch) -> None:
         """Straight into ``out``."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from dcp_engine.errors import MalformedCheckpointError
+from dcp_engine.storage.codecs.floats import Floats, PairedFloats, RawFloats, num_pairs
 from dcp_engine.storage.codecs.kernels import pair_loops
 from dcp_engine.storage.codecs.pairing import NUM_CODES, Pairs
 from dcp_engine.storage.codecs.scratch import Scratch
@@ -53,18 +54,12 @@ _SAMPLE_COVERED = 7 / 8
 _NOISE = 0.95
 
 
-def _num_pairs(num_elements: int) -> int:
-    """Whole 64-bit words of codes; what is left over, at most 15 floats, is stored as it is."""
-    return num_elements // 16 * 8
-
-
-def find_base(raw: memoryview, itemsize: int, level: int, scratch: Scratch) -> int | None:
+def find_base(floats: Floats, level: int, scratch: Scratch) -> int | None:
     """The base for a block, by a sample of it; ``None`` where byte planes suit it better: small, exponents spread, mantissas shrink."""
-    if len(raw) < _MIN_BYTES:
+    if floats.num_bytes < _MIN_BYTES:
         return None
-    words = np.frombuffer(raw, np.uint16).reshape(-1, itemsize // 2)
-    per_sample = len(words) // _SAMPLES
-    sample = words[: per_sample * _SAMPLES].reshape(_SAMPLES, per_sample, -1)[:, :_SAMPLE_ELEMENTS].reshape(-1, itemsize // 2)
+    per_sample = floats.num_floats // _SAMPLES
+    sample = floats.sample(range(0, _SAMPLES * per_sample, per_sample), _SAMPLE_ELEMENTS, scratch).view(np.uint16)
     top = sample[:, -1]
     ends = np.cumsum(np.bincount(top >> 7 & 0xFF, minlength=256))
     covered = ends[NUM_CODES - 1 :].copy()
@@ -74,48 +69,44 @@ def find_base(raw: memoryview, itemsize: int, level: int, scratch: Scratch) -> i
         return None
     # Seven bits of mantissa and, to fill the byte, one of another's: a sign that is always the same must not look like a gain.
     noise = (top & 0x7F | top[::-1] << 7).astype(np.uint8)
-    if itemsize == 4:
+    if floats.itemsize == 4:
         noise = np.concatenate((noise, np.ascontiguousarray(sample[:, 0]).view(np.uint8)))
     return base if len(scratch.exponent_compressor(level).compress(noise.data)) >= _NOISE * noise.nbytes else None
 
 
-def encode(raw: memoryview, itemsize: int, base: int, level: int, scratch: Scratch) -> tuple[memoryview, ...] | None:
+def encode(floats: RawFloats | PairedFloats, base: int, level: int, scratch: Scratch) -> tuple[memoryview, ...] | None:
     """The payload of a block in parts, or ``None`` where too many exponents lie outside the codes.
 
     Args:
-        raw: contiguous bytes, a multiple of the item size.
-        itemsize: of a float: 2 or 4.
+        floats: the block, of an item size of 2 or 4.
         base: the smallest exponent that has a code.
         level: 1 for the parameters tuned for exponents, else the zstd level.
-        scratch: the parts point into it until it is used again.
+        scratch: the parts point into it, or into the block, until either is used again.
     """
-    num_elements = len(raw) // itemsize
-    num_pairs = _num_pairs(num_elements)
-    low = scratch.buffer("paired low", 4 * num_pairs if itemsize == 4 else 0).view(np.uint16)
-    rest = scratch.buffer("paired rest", 2 * num_pairs).view(np.uint16)
-    content = scratch.buffer("paired content", num_pairs + 3 * int(2 * num_pairs * _MAX_OUTSIDE))
-    pairs = Pairs(itemsize, base, content[:num_pairs], low, rest)
-    found = pair_loops.pair(raw, pairs, int(2 * num_pairs * _MAX_OUTSIDE), scratch)
-    if found is None:
+    count = num_pairs(floats.num_floats)
+    max_outside = int(2 * count * _MAX_OUTSIDE)
+    content = scratch.buffer("paired content", count + 3 * max_outside)
+    taken = floats.pair(base, content[:count], max_outside, scratch)
+    if taken is None:
         return None
+    pairs, found = taken
     positions, exponents = found.positions, found.exponents
     if len(positions) and np.diff(positions, prepend=-1).max() > _MAX_GAP + 1:
         # Two sorted runs: a stable sort merges them, where union1d would take longer than all else.
         positions = np.sort(np.concatenate((positions, np.arange(0, positions[-1], _MAX_GAP + 1))), kind="stable")
         positions = positions[np.diff(positions, prepend=-1) > 0]
-        exponents = (np.frombuffer(raw, np.uint16)[positions * (itemsize // 2) + itemsize // 2 - 1] >> 7).astype(np.uint8)
-    if 3 * len(positions) > len(content) - num_pairs:
+        exponents = floats.exponents_of(positions)
+    if 3 * len(positions) > len(content) - count:
         return None
-    content = content[: num_pairs + 3 * len(positions)]
+    content = content[: count + 3 * len(positions)]
     gaps = np.diff(positions, prepend=-1) - 1
-    listed = content[num_pairs:].reshape(3, -1)
+    listed = content[count:].reshape(3, -1)
     listed[0], listed[1], listed[2] = gaps & 0xFF, gaps >> 8, exponents
     frame = scratch.exponent_compressor(level).compress(content.data)
     is_folded = not found.has_signs
-    if is_folded:
-        rest = pair_loops.fold(rest, scratch)
-    header = _HEADER.pack(itemsize, 0, base, is_folded, len(frame), len(positions), 0)
-    parts = (memoryview(header), low.data, rest.data, raw[2 * num_pairs * itemsize :], memoryview(frame))
+    rest = pair_loops.fold(pairs.rest, scratch) if is_folded else pairs.rest
+    header = _HEADER.pack(floats.itemsize, 0, base, is_folded, len(frame), len(positions), 0)
+    parts = (memoryview(header), pairs.low.data, rest.data, floats.tail, memoryview(frame))
     return tuple(part.cast("B") for part in parts if part.nbytes)
 
 
@@ -137,33 +128,33 @@ def decode(stored: memoryview, out: memoryview, itemsize: int, scratch: Scratch)
         MalformedCheckpointError: the payload breaks a rule of its layout.
     """
     words = np.frombuffer(out, np.uint16).reshape(-1, itemsize // 2)
-    num_pairs = _num_pairs(len(words))
-    payload = _parse(stored, len(words), itemsize, num_pairs)
-    rest = pair_loops.unfold(payload.rest, num_pairs, scratch) if payload.is_folded else payload.rest
-    content = scratch.buffer("paired content", num_pairs + 3 * payload.num_outside)
+    count = num_pairs(len(words))
+    payload = _parse(stored, len(words), itemsize, count)
+    rest = pair_loops.unfold(payload.rest, count, scratch) if payload.is_folded else payload.rest
+    content = scratch.buffer("paired content", count + 3 * payload.num_outside)
     decompress_into(scratch.decompressor, payload.frame, content.data)
-    pair_loops.unpair(Pairs(itemsize, payload.base, content[:num_pairs], payload.low, rest), out, scratch)
-    out[2 * num_pairs * itemsize :] = payload.tail
+    pair_loops.unpair(Pairs(itemsize, payload.base, content[:count], payload.low, rest), out, scratch)
+    out[2 * count * itemsize :] = payload.tail
     if payload.num_outside:
-        _put_outside(content[num_pairs:].reshape(3, -1), words[: 2 * num_pairs, -1])
+        _put_outside(content[count:].reshape(3, -1), words[: 2 * count, -1])
 
 
-def _parse(stored: memoryview, num_elements: int, itemsize: int, num_pairs: int) -> _Payload:
+def _parse(stored: memoryview, num_elements: int, itemsize: int, count: int) -> _Payload:
     if len(stored) < _HEADER.size:
         raise MalformedCheckpointError("paired block without its header", found=f"{len(stored)} bytes")
     found_itemsize, layout, base, is_folded, frame_bytes, num_outside, zero = _HEADER.unpack_from(stored)
-    low_bytes = 4 * num_pairs if itemsize == 4 else 0
-    tail_bytes = (num_elements - 2 * num_pairs) * itemsize
+    low_bytes = 4 * count if itemsize == 4 else 0
+    tail_bytes = (num_elements - 2 * count) * itemsize
     rest_at = _HEADER.size + low_bytes
-    rest_words = num_pairs // 8 * 7 if is_folded else num_pairs
+    rest_words = count // 8 * 7 if is_folded else count
     tail_at = rest_at + 2 * rest_words
     frame_at = tail_at + tail_bytes
     if (
         (found_itemsize, layout, zero) != (itemsize, 0, 0)
         or is_folded > 1
         or base > _MAX_BASE
-        or num_outside > 2 * num_pairs * _MAX_OUTSIDE
-        or not num_pairs
+        or num_outside > 2 * count * _MAX_OUTSIDE
+        or not count
         or frame_at + frame_bytes != len(stored)
     ):
         raise MalformedCheckpointError(

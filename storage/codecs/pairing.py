@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     U16s = NDArray[np.uint16]
     Positions = NDArray[np.int64]
 
-__all__ = ["NUM_CODES", "NumpyLoops", "Outside", "PairLoops", "Pairs"]
+__all__ = ["NUM_CODES", "NumpyLoops", "Outside", "PairLoops", "Pairs", "joined_pairs"]
 
 NUM_CODES: Final = 16
 _CODES = 0x0F0F0F0F0F0F0F0F
@@ -85,6 +85,21 @@ class PairLoops(Protocol):
         """
         ...
 
+    def code(self, exponents: U8s, base: int, codes: U8s, max_outside: int, scratch: Scratch) -> tuple[Positions, U8s] | None:
+        """What :meth:`pair` does with the exponents, of floats that came apart.
+
+        Args:
+            exponents: of all floats of the block that have a pair, ``[2 * num_pairs]``.
+            base: the smallest one that has a code.
+            codes: receives two of them a byte, ``[num_pairs]``.
+            max_outside: floats without a code that are worth listing.
+            scratch: of this thread.
+
+        Returns:
+            Positions and exponents of the floats without a code; ``None`` where there are more of them.
+        """
+        ...
+
     def unpair(self, pairs: Pairs, out: memoryview, scratch: Scratch) -> None:
         """The inverse of :meth:`pair`, but for floats without a code."""
         ...
@@ -116,6 +131,18 @@ class NumpyLoops:
         if len(positions) > max_outside:
             return None
         return Outside(positions, exponents, bool(np.bitwise_or.reduce(pairs.rest) & _SIGNS))
+
+    def code(self, exponents: U8s, base: int, codes: U8s, max_outside: int, scratch: Scratch) -> tuple[Positions, U8s] | None:
+        """Tile by tile."""
+        num_pairs = len(codes)
+        tiles = _Tiles(scratch, num_pairs, base)
+        for start in range(0, num_pairs, _TILE):
+            stop = min(start + _TILE, num_pairs)
+            tiles.pack_codes(exponents[start:stop], exponents[num_pairs + start : num_pairs + stop], start, codes[start:stop])
+            if tiles.num_outside > max_outside:
+                return None
+        positions, found = tiles.outside(num_pairs)
+        return None if len(positions) > max_outside else (positions, found)
 
     def unpair(self, pairs: Pairs, out: memoryview, scratch: Scratch) -> None:
         """Tile by tile."""
@@ -188,12 +215,18 @@ class _Tiles:
     def take_codes(self, first_tops: U16s, second_tops: U16s, start: int, out: U8s) -> None:
         """Codes of the pairs, of which the first is pair ``start`` of the block, to ``out``."""
         count = len(out)
-        codes = self._codes[: 2 * count]
-        first, second = codes[:count], codes[count:]
+        first, second = self._codes[:count], self._codes[count : 2 * count]
         for tops, part in ((first_tops, first), (second_tops, second)):
             np.right_shift(tops, 7, out=self._spare[:count])
             np.copyto(part, self._spare[:count], casting="unsafe")
-        np.subtract(codes, self._base, out=codes)
+        self.pack_codes(first, second, start, out)
+
+    def pack_codes(self, first_exponents: U8s, second_exponents: U8s, start: int, out: U8s) -> None:
+        """As :meth:`take_codes`, of exponents."""
+        count = len(out)
+        first, second = self._codes[:count], self._codes[count : 2 * count]
+        np.subtract(first_exponents, self._base, out=first)
+        np.subtract(second_exponents, self._base, out=second)
         # Looked for by pairs: to find the few is a good part of the work.
         np.bitwise_or(first.view(np.uint64), second.view(np.uint64), out=out.view(np.uint64))
         is_outside = self._is_outside[:count]
@@ -240,6 +273,36 @@ def _join_tops(exponents: U16s, rest: U16s, spare: U16s, first: U16s, second: U1
     np.copyto(spare.view(">u2"), rest)
     np.bitwise_and(spare, _REST, out=spare)
     np.bitwise_or(exponents[len(rest) :], spare, out=second)
+
+
+def joined_pairs(exponents: U8s, rest: U16s, low: U16s, out: memoryview, scratch: Scratch) -> None:
+    """Whole floats of exponents, rests and lower halves that nothing is missing of; ``low`` is empty for floats of two bytes.
+
+    Args:
+        exponents: ``[2 * num_pairs]``.
+        rest: ``[num_pairs]``.
+        low: ``[2 * num_pairs]`` or none.
+        out: contiguous bytes of exactly these floats.
+        scratch: of this thread.
+    """
+    num_pairs = len(rest)
+    floats = np.frombuffer(out, np.uint16)
+    room = min(num_pairs, _TILE)
+    tops = scratch.buffer("paired tops", 4 * room).view(np.uint16)
+    spare = scratch.buffer("paired spare", 2 * room).view(np.uint16)
+    for start in range(0, num_pairs, _TILE):
+        stop = min(start + _TILE, num_pairs)
+        count = stop - start
+        first, second = tops[:count], tops[count : 2 * count]
+        np.copyto(first, exponents[start:stop])
+        np.copyto(second, exponents[num_pairs + start : num_pairs + stop])
+        np.left_shift(tops[: 2 * count], 7, out=tops[: 2 * count])
+        _join_tops(tops[: 2 * count], rest[start:stop], spare[:count], first, second)
+        for place, top in ((start, first), (num_pairs + start, second)):
+            if len(low):
+                _join_low(out, place, top, low[place : place + count])
+            else:
+                np.copyto(floats[place : place + count], top)
 
 
 def _join_low(out: memoryview, begin: int, tops: U16s, low: U16s) -> None:

@@ -9,27 +9,26 @@ from __future__ import annotations
 
 from dcp_engine.errors import MalformedCheckpointError
 from dcp_engine.storage.codecs import byte_planes, paired
+from dcp_engine.storage.codecs.floats import Floats
 from dcp_engine.storage.codecs.scratch import Scratch
 from dcp_engine.storage.dtypes import DtypeInfo
 
 __all__ = ["decode", "encode"]
 
 
-def encode(raw: memoryview, dtype: DtypeInfo, level: int, scratch: Scratch) -> tuple[memoryview, ...] | None:
+def encode(floats: Floats, level: int, scratch: Scratch) -> tuple[memoryview, ...] | None:
     """The payload of a block in parts, or ``None`` where nothing in it is worth compressing.
 
     Args:
-        raw: contiguous bytes, a multiple of the plane item size.
-        dtype: a row with planes.
+        floats: the block. The payload is the same, whoever has taken them apart.
         level: 1 for the parameters tuned for exponents, else the zstd level.
-        scratch: the parts point into it until it is used again.
+        scratch: the parts point into it, or into the block, until either is used again.
     """
-    itemsize = dtype.plane_itemsize
-    if itemsize in paired.ITEMSIZES and (base := paired.find_base(raw, itemsize, level, scratch)) is not None:
-        parts = paired.encode(raw, itemsize, base, level, scratch)
+    if floats.itemsize in paired.ITEMSIZES and (base := paired.find_base(floats, level, scratch)) is not None:
+        parts = paired.encode(floats.for_pairs(scratch), base, level, scratch)
         if parts is not None:
             return parts
-    return byte_planes.encode(raw, itemsize, level, scratch)
+    return byte_planes.encode(floats.for_planes(scratch), level, scratch)
 
 
 def decode(stored: memoryview, out: memoryview, dtype: DtypeInfo, scratch: Scratch) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from dcp_engine.errors import InvalidOptionError, MalformedCheckpointError
 from dcp_engine.storage.codecs import planes, raw, zstd
+from dcp_engine.storage.codecs.floats import RawFloats, SplitFloats
 from dcp_engine.storage.codecs.scratch import Scratch
 from dcp_engine.storage.dtypes import DtypeInfo
 
-__all__ = ["CHOICES", "NAMES", "PLANES", "RAW", "ZSTD", "EncodedBlock", "decode_block", "encode_block"]
+__all__ = ["CHOICES", "NAMES", "PLANES", "RAW", "ZSTD", "EncodedBlock", "decode_block", "encode_block", "whole"]
 
 RAW: Final = 0
 ZSTD: Final = 1
@@ -36,11 +39,11 @@ class EncodedBlock:
     stored_bytes: int
 
 
-def encode_block(raw_block: memoryview, dtype: DtypeInfo, codec: str, level: int, scratch: Scratch) -> EncodedBlock:
+def encode_block(block: memoryview | SplitFloats, dtype: DtypeInfo, codec: str, level: int, scratch: Scratch) -> EncodedBlock:
     """Encode one block; one that does not shrink by 3 % is stored raw.
 
     Args:
-        raw_block: contiguous bytes, at least one.
+        block: contiguous bytes, at least one; or floats that a device has taken apart, which end as the same stored bytes.
         dtype: element type of everything in the block.
         codec: ``"raw"``, ``"zstd"``, ``"planes"`` or ``"auto"``. ``"planes"`` and ``"auto"`` use planes for floats and zstd for the rest
             (whether a block is encoded at all, ``"auto"`` leaves to whoever calls).
@@ -52,19 +55,28 @@ def encode_block(raw_block: memoryview, dtype: DtypeInfo, codec: str, level: int
     """
     if codec not in CHOICES:
         raise InvalidOptionError("unknown codec", expected=f"one of {', '.join(CHOICES)}", found=codec)
-    view = raw_block.cast("B")
-    parts: tuple[memoryview, ...] | None = None
-    used = RAW
     if codec in ("planes", "auto") and dtype.plane_itemsize:
-        used = PLANES
-        parts = planes.encode(view, dtype, level, scratch)
-    elif codec != "raw" and _looks_compressible(view, level, scratch):
-        used = ZSTD
-        parts = (memoryview(scratch.compressor(level).compress(view)),)
-    stored_bytes = sum(map(len, parts)) if parts else len(view)
-    if parts is None or stored_bytes > zstd.WORTH_IT * len(view):
-        return EncodedBlock(RAW, (view,), len(view))
+        floats = RawFloats(block.cast("B"), dtype.plane_itemsize) if isinstance(block, memoryview) else block
+        used, num_bytes = PLANES, floats.num_bytes
+        parts = planes.encode(floats, level, scratch)
+    else:
+        block = whole(block).cast("B")
+        used, num_bytes = ZSTD, len(block)
+        is_promising = codec != "raw" and _looks_compressible(block, level, scratch)
+        parts = (memoryview(scratch.compressor(level).compress(block)),) if is_promising else None
+    stored_bytes = sum(map(len, parts)) if parts else num_bytes
+    if parts is None or stored_bytes > zstd.WORTH_IT * num_bytes:
+        return EncodedBlock(RAW, (whole(block).cast("B"),), num_bytes)
     return EncodedBlock(used, parts, stored_bytes)
+
+
+def whole(block: memoryview | SplitFloats) -> memoryview:
+    """The bytes of a block: itself, or joined in memory of their own where a device has taken its floats apart."""
+    if isinstance(block, memoryview):
+        return block
+    out = np.empty(block.num_bytes, np.uint8).data
+    block.join(out, Scratch())
+    return out
 
 
 _SAMPLE_BYTES = 64 << 10

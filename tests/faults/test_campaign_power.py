@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from faults.campaign import power
@@ -14,6 +17,7 @@ from faults.campaign.io_events import TOP, Change, Event, Flush, Link, Spoil, Wr
 from faults.campaign.power_judge import Judge
 from faults.campaign.power_mutants import EQUIVALENT, Mutant, equivalent, mutants
 from faults.campaign.power_traces import first_save, overwrite, record
+from faults.campaign.recorded_calls import Fault
 from faults.campaign.survivors import Choice, Survivor
 
 # -- the campaign ---------------------------------------------------------------------------------------------------------------------
@@ -85,6 +89,43 @@ def test_replacing_by_two_renames_keeps_a_whole_checkpoint_where_half_a_rename_s
     tally = power.Tally()
     power.crash(trace, WEAK, Judge(trace.contents), tally, seed=1, budget=64)
     assert tally.bad == []
+
+
+def names_left(events: Sequence[Event], mode: Mode, attempt: str) -> Iterator[set[frozenset[tuple[int, str, int]]]]:
+    """After each event: all sets of (directory, name, inode) that a power cut may leave, without the name of one attempt."""
+    disk = Disk(mode)
+    for event in events:
+        disk.apply(event)
+        prefix = disk.prefix()
+        whole = tuple(dirty.whole() for dirty in prefix.dirty)
+        trees = [prefix.tree(Choice(mask, whole)) for mask in range(1 << prefix.num_changes)]
+        yield {
+            frozenset(
+                (directory, name, inode)
+                for directory in range(len(events))
+                for name, inode in tree.table(directory).items()
+                if name != attempt
+            )
+            for tree in trees
+        }
+
+
+@pytest.mark.parametrize("mode", [JOURNAL, WEAK], ids=lambda mode: mode.name)
+@pytest.mark.parametrize(("scenario", "index"), [(first_save, 2), (overwrite, 0)])
+def test_a_swallowed_error_of_the_flush_of_an_attempts_name_leaves_no_state_of_its_own(scenario: Any, index: int, mode: Mode) -> None:
+    fault = Fault("fsync", index, swallowed=True, act=int(scenario is overwrite))
+    wrong = record(scenario, 1, fault=fault).events
+    right = [replace(event, failed=False) if isinstance(event, Flush) else event for event in wrong]
+    (failed,) = (event for event in wrong if isinstance(event, Flush) and event.failed)
+    attempt = next(event.path for event in reversed(wrong) if isinstance(event, Change) and event.what == "mkdir").rpartition("/")[2]
+    assert failed.path == "runs/job"
+    assert attempt.startswith(".tmp-step-00000001-")
+    found = list(zip(names_left(wrong, mode, attempt), names_left(right, mode, attempt), strict=True))
+    assert all(one <= other for one, other in found)
+    assert sum(len(one) for one, _ in found) >= 60
+    if scenario is overwrite:  # the step that was there never loses its name
+        begin = wrong.index(failed)
+        assert all(any(name == "step-00000001" for _, name, _ in names) for one, _ in found[begin:] for names in one)
 
 
 def test_states_are_shared_among_moments_by_how_many_each_has() -> None:

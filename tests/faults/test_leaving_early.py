@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -133,3 +135,72 @@ def test_a_rank_whose_peer_is_stopped_in_a_save_still_exits(tmp_path: Path) -> N
     assert survivor.returncode == 0, survivor.stderr
     assert "rank 1" in survivor.stderr, "the log says whose fault it is"
     assert committed_steps(str(tmp_path / "steps")) == []
+
+
+STORE = """
+import sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+LEAVING = """
+import os, sys, time
+import torch, torch.distributed as dist
+from dcp_engine import BalancedSavePlanner, ShardWriter
+from dcp_engine.background import BackgroundSaver
+
+class Hanging(BalancedSavePlanner):
+    def resolve_data(self, write_item):
+        print("writing", flush=True)
+        time.sleep(1000)
+
+class Slow:
+    def __init__(self, news):
+        self.news = news
+
+    def __del__(self, exists=os.path.exists, sleep=time.sleep):
+        for _ in range(50):  # the interpreter is ending, and does so until the store answers again
+            sleep(0.1)
+            if exists(self.news):
+                sleep(1)
+                return
+
+def main(root, port, failure_secs):
+    store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    saver = BackgroundSaver(failure_secs=float(failure_secs), exit_wait_secs=0.1)
+    sys.slow = Slow(os.path.join(root, "news"))
+    saver.submit({"w": torch.arange(1000)}, writer=ShardWriter(os.path.join(root, "steps", "step-00000001")), planner=Hanging())
+    sys.stdin.readline()
+    print("leaving", flush=True)
+
+main(*sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("failure_secs", "goes_on"), [(60, True), (6, False)])
+def test_a_process_ends_whatever_becomes_of_the_host_of_its_store(tmp_path: Path, failure_secs: float, goes_on: bool) -> None:
+    command, environment = prepared(tmp_path, LEAVING)
+    with subprocess.Popen([sys.executable, "-P", "-W", "ignore", "-c", STORE], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        command += [host.stdout.readline().strip(), str(failure_secs)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        leaving = subprocess.Popen(command, **pipes, text=True, env=environment)  # type: ignore[call-overload]
+        try:
+            assert leaving.stdout.readline() == "writing\n"
+            host.send_signal(signal.SIGSTOP)
+            time.sleep(6)  # a beat, and no answer to it
+            print(file=leaving.stdin, flush=True)
+            assert leaving.stdout.readline() == "leaving\n"
+            time.sleep(15)  # longer than a saver that is closed waits for its threads
+            if goes_on:
+                host.send_signal(signal.SIGCONT)
+                (tmp_path / "news").touch()
+            _, log = leaving.communicate(timeout=200)
+        finally:
+            leaving.kill()
+            host.kill()
+    assert leaving.returncode == 0, log
+    assert committed_steps(tmp_path / "steps") == []

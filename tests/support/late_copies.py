@@ -10,6 +10,7 @@ import torch
 
 from dcp_engine.staging.copy_cuda import CudaCopier, Transfer
 from dcp_engine.staging.layout import StagePlan
+from dcp_engine.staging.split import SplitSlots
 
 __all__ = ["LateCopies"]
 
@@ -31,7 +32,7 @@ class LateCopies:
         """All copies are through, also those that are still to be begun."""
         self._ended.set()
 
-    def _start(self, _plan: StagePlan, _tensors: Sequence[torch.Tensor], _flat: torch.Tensor) -> list[Transfer]:
+    def _start(self, _plan: StagePlan, _tensors: Sequence[torch.Tensor], _flat: torch.Tensor, _split: SplitSlots) -> list[Transfer]:
         return [Transfer(torch.device("cpu"), self, [])]  # type: ignore[arg-type]
 
     def synchronize(self) -> None:

@@ -23,7 +23,7 @@ from faults.campaign.outcome import MAX_BAD, Outcome
 
 from dcp_engine.errors import CorruptCheckpointError, DcpEngineError, IncompleteCheckpointError, UnsupportedVersionError
 
-__all__ = ["PART", "PROMISE", "TITLE", "Tally", "cut_lengths", "flip_bits", "misplace_files", "run"]
+__all__ = ["PART", "PROMISE", "TITLE", "Tally", "complaint", "cut_lengths", "flip_bits", "misplace_files", "run", "subject_of"]
 
 PART = "damage"
 TITLE = "damaged checkpoints"
@@ -60,8 +60,8 @@ class Tally:
             self._report(f"{fault} of {file}: {type(error).__name__}: {error}")
             return
         for judge, error in zip(("verify", "load"), verdicts, strict=True):
-            if (complaint := _complaint(error, file, str(subject.path), tensor)) is not None:
-                self._report(f"{fault} of {file}: {judge} {complaint}")
+            if (text := complaint(error, file, str(subject.path), tensor)) is not None:
+                self._report(f"{fault} of {file}: {judge} {text}")
 
     def require(self, holds: bool, text: str) -> None:
         """Report ``text`` unless it holds."""
@@ -84,8 +84,8 @@ class Tally:
             self.bad.append(f"{self._what}: {text}")
 
 
-def _complaint(error: DcpEngineError | None, file: str, path: str, tensor: bool) -> str | None:
-    """What is wrong with an error; ``None``: nothing."""
+def complaint(error: DcpEngineError | None, file: str, path: str, tensor: bool = False) -> str | None:
+    """What is wrong with an error that must name a file, and a tensor as well where asked; ``None``: nothing."""
     if error is None:
         return "says nothing"
     if isinstance(error, IncompleteCheckpointError):

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_engine import BalancedSavePlanner, ShardWriter
 from dcp_engine.errors import DcpEngineError
 
-__all__ = ["HAS_ROOTS", "damage_latest"]
+__all__ = ["HAS_ROOTS", "complaint_about", "damage_latest", "silent_log", "two_roots"]
 
 HAS_ROOTS = find_spec("dcp_engine.storage.root") is not None
 
@@ -33,6 +33,31 @@ def damage_latest(place: Path, report: Report) -> None:
         place: an empty directory.
         report: called once a fault.
     """
+    roots = two_roots(place)
+    root, latest = roots[0], place / "a" / "LATEST"
+    content = latest.read_bytes()
+    with silent_log("dcp_engine.storage.root"):
+        for fault, data in _contents(content, (place / "b" / "LATEST").read_bytes(), roots[1]):
+            latest.write_bytes(data)
+            report(fault, complaint_about(root))
+        for fault, put in _STRANGERS.items():
+            latest.unlink()
+            put(latest, place / "b" / "LATEST")
+            report(fault, complaint_about(root))
+            shutil.rmtree(latest) if latest.is_dir() and not latest.is_symlink() else latest.unlink()
+            latest.write_bytes(content)
+        latest.unlink()
+        report("absent", None if (root.latest(), root.hint()) == (2, None) else "is not taken for absent")
+        root.set_latest(1)
+        hint = root.hint()
+        report("stale", None if root.latest() == 2 and hint is not None and hint.step == 1 else "misleads")
+        root.set_latest(2)
+        shutil.rmtree(root.path_of(2))
+        report("names a step that is gone", complaint_about(root, newest=1))
+
+
+def two_roots(place: Path) -> list[Any]:
+    """The roots ``a`` and ``b`` in a directory, each with the steps 1 and 2, of which LATEST names the second."""
     from dcp_engine.storage.root import RunRoot
 
     roots = [RunRoot(place / name) for name in ("a", "b")]
@@ -43,26 +68,7 @@ def damage_latest(place: Path, report: Report) -> None:
                 state = {"w": torch.full((10,), float(step))}
                 dcp.save(state, storage_writer=ShardWriter(root.path_of(step)), planner=BalancedSavePlanner())
         root.set_latest(2)
-    root, latest = roots[0], place / "a" / "LATEST"
-    content = latest.read_bytes()
-    with _silent_log("dcp_engine.storage.root"):
-        for fault, data in _contents(content, (place / "b" / "LATEST").read_bytes(), roots[1]):
-            latest.write_bytes(data)
-            report(fault, _complaint(root))
-        for fault, put in _STRANGERS.items():
-            latest.unlink()
-            put(latest, place / "b" / "LATEST")
-            report(fault, _complaint(root))
-            shutil.rmtree(latest) if latest.is_dir() and not latest.is_symlink() else latest.unlink()
-            latest.write_bytes(content)
-        latest.unlink()
-        report("absent", None if (root.latest(), root.hint()) == (2, None) else "is not taken for absent")
-        root.set_latest(1)
-        hint = root.hint()
-        report("stale", None if root.latest() == 2 and hint is not None and hint.step == 1 else "misleads")
-        root.set_latest(2)
-        shutil.rmtree(root.path_of(2))
-        report("names a step that is gone", _complaint(root, newest=1))
+    return roots
 
 
 def _contents(content: bytes, foreign: bytes, other: Any) -> Iterator[tuple[str, bytes]]:
@@ -90,7 +96,7 @@ _STRANGERS: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-def _complaint(root: Any, newest: int = 2) -> str | None:
+def complaint_about(root: Any, newest: int = 2) -> str | None:
     """What is wrong with how a root takes a LATEST that is no good; ``None``: nothing."""
     try:
         if (found := root.latest()) != newest:
@@ -103,8 +109,8 @@ def _complaint(root: Any, newest: int = 2) -> str | None:
 
 
 @contextmanager
-def _silent_log(name: str) -> Iterator[None]:
-    """The warnings are the point, and a thousand of them no use to anybody."""
+def silent_log(name: str) -> Iterator[None]:
+    """A logger of that name says nothing for a while. The warnings are the point, and a thousand of them no use to anybody."""
     logger = logging.getLogger(name)
     before = logger.disabled
     logger.disabled = True

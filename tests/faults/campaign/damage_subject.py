@@ -23,9 +23,15 @@ from dcp_engine.storage.publish import open_checkpoint
 from dcp_engine.storage.verify import verify_files
 from dcp_engine.storage.workers import WorkerPool
 
-__all__ = ["KEYS", "MIN_BYTES", "Region", "Subject", "state_of"]
+__all__ = ["ENCRYPTION_KEY", "KEYS", "MIN_BYTES", "SIGNING_KEY", "Region", "Subject", "state_of"]
 
-KEYS: dict[str, dict[str, Any]] = {"plain": {}, "secret": {"signing_key": b"s" * 32, "encryption_key": b"e" * 32}}
+SIGNING_KEY, ENCRYPTION_KEY = b"s" * 32, b"e" * 32
+KEYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "secret": {"signing_key": SIGNING_KEY, "encryption_key": ENCRYPTION_KEY},
+    "signed": {"signing_key": SIGNING_KEY},
+    "encrypted": {"encryption_key": ENCRYPTION_KEY},
+}
 """What each kind of subject is protected with."""
 MIN_BYTES = 65_536
 _BYTES_IN_FLIGHT = 16 << 20

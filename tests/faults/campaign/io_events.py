@@ -70,7 +70,15 @@ class Spoil:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What the caller knows: ``saving``, ``saved``, ``failed``, ``retiring``, ``retired`` a name with a content."""
+    """What the caller knows of a path.
+
+    Attributes:
+        what: ``saving``, ``saved``, ``failed``, ``retiring``, ``retired``: of a step's name, with a content; ``pointed``: LATEST names it;
+            ``set aside``: the only whole checkpoint, which has lost its name; ``claimed``: an epoch, whose content is the claim;
+            ``revoked``: an attempt; ``acting``: something else begins that may fail.
+        path: relative to the top.
+        content: see there.
+    """
 
     what: str
     path: str

@@ -15,7 +15,7 @@ from faults.campaign.outcome import Outcome
 
 __all__ = ["NAMES", "Result", "available", "chosen", "run_apart"]
 
-NAMES = ("crash", "power", "errors", "ranks", "damage", "parser", "writers", "object_store", "peer")
+NAMES = ("crash", "power", "power_root", "errors", "ranks", "damage", "readers", "parser", "writers", "object_store", "peer")
 """In the order of the table. Each is a module here with ``PART``, ``TITLE``, ``PROMISE`` and ``run(*, full, seed, workers) -> Outcome``."""
 
 _PACKAGE = "faults.campaign"

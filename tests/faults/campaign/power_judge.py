@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,6 +20,7 @@ from dcp_engine.errors import DcpEngineError
 from dcp_engine.storage.attempts import MANIFEST_NAME, MARKER_NAME, marker_of
 from dcp_engine.storage.backends.calls import installed
 from dcp_engine.storage.envelope import Marker, parse_marker
+from dcp_engine.storage.epochs import EpochRecord
 from dcp_engine.storage.latest import LATEST_NAME, LatestHint
 from dcp_engine.storage.manifest import Manifest
 from dcp_engine.storage.publish import open_checkpoint
@@ -70,11 +71,15 @@ class Promised:
         steps: by path of the step.
         latest: the step that LATEST must name; empty if it need not be there.
         abandoned: paths of directories that are being removed: what is in them vouches for nothing any more.
+        epochs: the claim in each epoch's file whose claim has returned, by path.
+        revoked: paths of attempts that were taken away from writers who may live on.
     """
 
     steps: Mapping[str, Promise]
     latest: str
     abandoned: frozenset[str]
+    epochs: Mapping[str, str] = field(default_factory=dict)
+    revoked: frozenset[str] = frozenset()
 
 
 def promises(events: Sequence[Event], *, can_exchange: bool) -> Promised:
@@ -82,6 +87,8 @@ def promises(events: Sequence[Event], *, can_exchange: bool) -> Promised:
     found: dict[str, Promise] = {}
     abandoned: set[str] = set()
     latest = ""
+    epochs: dict[str, str] = {}
+    revoked: set[str] = set()
     for event in events:
         before = found.get(event.path, Promise())
         match event:
@@ -96,11 +103,17 @@ def promises(events: Sequence[Event], *, can_exchange: bool) -> Promised:
                 found[event.path] = replace(before, required=False)
             case Note(what="retired"):
                 found[event.path] = Promise()
+            case Note(what="set aside"):
+                found[event.path] = Promise(frozenset({event.content}), required=True, anywhere=True)
             case Note(what="pointed", path=path):
                 latest = path
+            case Note(what="claimed", path=path, content=claim):
+                epochs[path] = claim
+            case Note(what="revoked", path=path):
+                revoked.add(path)
             case _:
                 pass
-    return Promised(found, latest, frozenset(abandoned))
+    return Promised(found, latest, frozenset(abandoned), epochs, frozenset(revoked))
 
 
 class Judge:
@@ -139,7 +152,7 @@ class Judge:
         for path, promise in promised.steps.items():
             if promise.required and tree.find(path) is None and not (promise.anywhere and self._lies_somewhere(tree, table, promise)):
                 return f"{path}: is lost"
-        return self._broken_latest(tree, root, table, promised)
+        return self._broken_latest(tree, root, table, promised) or _broken_claim(tree, promised)
 
     def verdict(self, tree: Tree, directory: int) -> Verdict:
         """What a directory under a step's name is."""
@@ -229,6 +242,22 @@ class Judge:
         finally:
             logging.disable(before)
         return next((name for name, content in self._contents.items() if _equal(state, content)), ""), ""
+
+
+def _broken_claim(tree: Tree, promised: Promised) -> str:
+    """Whoever has claimed a root is told of whoever claims it after him, and no older writer gets his attempt back."""
+    for path, claim in promised.epochs.items():
+        inode = tree.find(path)
+        if inode is None:
+            return f"{path}: the epoch is lost, so that whoever it has overtaken may write"
+        try:
+            record = EpochRecord.decode(tree.content(inode), file=path.rpartition("/")[2], path=path)
+        except DcpEngineError as error:
+            return f"{path}: {error}"
+        if record.claim != claim:
+            return f"{path}: holds another claim"
+    back = [path for path in promised.revoked if tree.find(path) is not None]
+    return f"{back[0]}: the attempt has its name back, and its writer may publish it" if back else ""
 
 
 def _equal(state: State, content: State) -> bool:

@@ -16,14 +16,33 @@ from faults.campaign.recorded_calls import Fault
 
 from dcp_engine.storage import verify
 
-__all__ = ["EQUIVALENT", "Mutant", "equivalent", "failed_saves", "mutants", "step_of"]
+__all__ = [
+    "EQUIVALENT",
+    "Mutant",
+    "dropped",
+    "equivalent",
+    "failed_saves",
+    "from_fault",
+    "in_file_order",
+    "mutants",
+    "step_of",
+    "swapped",
+    "with_faults",
+]
 
 EQUIVALENT: tuple[tuple[str, str], ...] = (
     (
-        r"(first_save|next_save|overwrite|move_latest) of \d: (no flush job, 1|flush job before make attempt)|"
-        r"first_save of 1, EIO of fsync 2 swallowed|overwrite of 1, EIO of fsync 0 swallowed",
+        r"(first_save|next_save|overwrite|move_latest) of \d: (no flush job, 1|flush job before make attempt)",
         "The name of an attempt need not be durable before it is published, and the flush after that covers it. Not so with two renames, "
         "where for a moment it may be the only name that any checkpoint has: there this flush counts.",
+    ),
+    (
+        r"first_save of 1, EIO of fsync 2 swallowed|overwrite of 1, EIO of fsync 0 swallowed",
+        "The flush that failed is of the attempt's name alone, and what it can lose for good is that name: its bytes and the names in it "
+        "are made durable by flushes of their own. The rename that publishes takes that name away, and makes the one that counts after "
+        "the error, so that no kernel has marked it clean, and the flush after the rename covers it. So every state that a power cut can "
+        "leave is one of the right protocol, but for that name: ``test_campaign_power.py`` goes through all of them. While names are "
+        "exchanged, or there was no step, nothing promised hangs on it. With two renames something does: part ``power_root`` catches it.",
     ),
     (r".*: write \S+ before flush job", "As long as both are done before the attempt is published, their order is all the same."),
     (r"move_latest.*: write LATEST before saved", "The new LATEST is written under another name, which no reader opens."),
@@ -73,30 +92,37 @@ def mutants() -> list[Mutant]:
     """All of them."""
     found: list[Mutant] = []
     for trace in _bases():
-        found += [*_dropped(trace), *_swapped(trace)]
+        found += [*dropped(trace), *swapped(trace)]
     return [*found, _early_latest(), *_swallowed(), *_careless_readers()]
 
 
 def failed_saves() -> list[Trace]:
     """Real saves that meet an error in a write, flush or close, each in turn: the engine must give up, and leave nothing bad."""
-    return [trace for scenario in (first_save, overwrite) for trace in _with_faults(scenario, swallowed=False)]
+    return [trace for scenario in (first_save, overwrite) for trace in with_faults(scenario, swallowed=False, act=scenario is overwrite)]
 
 
 def _bases() -> list[Trace]:
     return [
-        _in_file_order(record(first_save, 1)),
-        _in_file_order(record(next_save, 2)),
-        _in_file_order(record(overwrite, 1)),
-        _in_file_order(record(overwrite, 1, can_exchange=False)),
-        _in_file_order(record(move_latest, 1)),
+        in_file_order(record(first_save, 1)),
+        in_file_order(record(next_save, 2)),
+        in_file_order(record(overwrite, 1)),
+        in_file_order(record(overwrite, 1, can_exchange=False)),
+        in_file_order(record(move_latest, 1)),
         record(retirement, 1),
     ]
 
 
-def _with_faults(scenario: Callable[[Recording], None], *, swallowed: bool) -> Iterator[Trace]:
+def with_faults(scenario: Callable[[Recording], None], *, swallowed: bool, act: int = 0, can_exchange: bool = True) -> Iterator[Trace]:
+    """A scenario with an error in each write, flush or close of one of its acts, each in turn.
+
+    Args:
+        swallowed: the caller is not told.
+        act: which one, from 0: a save, or whatever else is noted as such.
+        can_exchange: the file system swaps two names in one step.
+    """
     for call in ("pwritev", "fsync", "close"):
         for index in count():
-            trace = record(scenario, 1, fault=Fault(call, index, swallowed, save=scenario is overwrite))
+            trace = record(scenario, 1, can_exchange=can_exchange, fault=Fault(call, index, swallowed, act=act))
             if not trace.hit:
                 break
             yield trace
@@ -108,6 +134,8 @@ def step_of(event: Event) -> str:
     if (name.startswith(".trash-") and isinstance(event, Write | Flush)) or (isinstance(event, Change) and event.what == "create"):
         name = name if name[0] != "." else "LATEST"  # which is written under a name that is swept with the trash
     match event:
+        case Note(what="revoked"):
+            return "claimed"  # by whom: one moment
         case Note():
             return event.what
         case Flush() if name.startswith(".tmp-"):
@@ -125,7 +153,7 @@ def step_of(event: Event) -> str:
     return f"write {name}"
 
 
-def _in_file_order(trace: Trace) -> Trace:
+def in_file_order(trace: Trace) -> Trace:
     """The same trace with the calls on one shard file together, which threads have mixed: its mutants have names that stay."""
     events: list[Event] = []
     for is_shard, group in groupby(trace.events, lambda event: event.path.endswith(".shard") and step_of(event) != "remove old"):
@@ -140,7 +168,7 @@ def _changed(trace: Trace, what: str, events: Sequence[Event]) -> Trace:
     return replace(trace, name=f"{trace.name}: {what}", events=(*trace.events[: trace.begin], *events), begin=trace.begin + first)
 
 
-def _dropped(trace: Trace) -> Iterator[Mutant]:
+def dropped(trace: Trace) -> Iterator[Mutant]:
     """Each flush left out."""
     events = trace.events[trace.begin :]
     seen: Counter[str] = Counter()
@@ -152,7 +180,7 @@ def _dropped(trace: Trace) -> Iterator[Mutant]:
             yield Mutant(changed.name, changed)
 
 
-def _swapped(trace: Trace) -> Iterator[Mutant]:
+def swapped(trace: Trace) -> Iterator[Mutant]:
     """Each step before the one that it should follow."""
     steps = [(step, list(group)) for step, group in groupby(trace.events[trace.begin + 1 :], step_of)]
     for index in range(len(steps) - 1):
@@ -165,7 +193,7 @@ def _swapped(trace: Trace) -> Iterator[Mutant]:
 
 def _early_latest() -> Mutant:
     """LATEST moved, with all its flushes, while the step that it names is not yet durable."""
-    trace = _in_file_order(record(move_latest, 1))
+    trace = in_file_order(record(move_latest, 1))
     events = trace.events[trace.begin :]
     steps = [step_of(event) for event in events]
     published, written = steps.index("publish step-00000002") + 1, steps.index("write LATEST")
@@ -178,9 +206,13 @@ def _early_latest() -> Mutant:
 def _swallowed() -> Iterator[Mutant]:
     """Each error of a write, flush or close ignored."""
     for scenario in (first_save, overwrite):
-        for trace in _with_faults(scenario, swallowed=True):
-            begin = next(index for index, event in enumerate(trace.events) if is_fault(event))
-            yield Mutant(trace.name, replace(trace, begin=begin))
+        for trace in with_faults(scenario, swallowed=True, act=scenario is overwrite):
+            yield Mutant(trace.name, from_fault(trace))
+
+
+def from_fault(trace: Trace) -> Trace:
+    """The trace, judged from its error on: all before is right."""
+    return replace(trace, begin=next(index for index, event in enumerate(trace.events) if is_fault(event)))
 
 
 def is_fault(event: Event) -> bool:
@@ -190,7 +222,7 @@ def is_fault(event: Event) -> bool:
 
 def _careless_readers() -> Iterator[Mutant]:
     """Readers that skip a digest, given a file that was not flushed."""
-    base = next(mutant.trace for mutant in _dropped(_in_file_order(record(first_save, 1))) if "no flush model-00000.shard" in mutant.name)
+    base = next(mutant.trace for mutant in dropped(in_file_order(record(first_save, 1))) if "no flush model-00000.shard" in mutant.name)
     yield Mutant("load does not check digests", base, verifies=False, shows=lambda text: "SILENT: load gives what nobody saved" in text)
     yield Mutant(
         "verify does not check digests",

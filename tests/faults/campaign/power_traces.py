@@ -212,7 +212,7 @@ SCENARIOS: tuple[tuple[Callable[[Recording], None], bool], ...] = (
 
 def changes_anything(event: Event) -> bool:
     """Whether a crash after an event is another crash than the one before it."""
-    return not isinstance(event, Note) or event.what in ("saved", "retired", "pointed")
+    return not isinstance(event, Note) or event.what in ("saved", "retired", "pointed", "claimed", "revoked")
 
 
 def describe(event: Event) -> str:

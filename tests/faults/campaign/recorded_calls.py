@@ -21,15 +21,15 @@ class Fault:
 
     Attributes:
         call: ``pwritev``, ``fsync`` or ``close`` (of a file that was written).
-        index: which of these calls of that save, from 0.
+        index: which of these calls of that act, from 0.
         swallowed: the caller is told that all went well: a mutant of the engine, which would ignore the error.
-        save: which save, from 0.
+        act: which one, from 0: a save, or whatever else a scenario notes as ``acting``.
     """
 
     call: str
     index: int
     swallowed: bool
-    save: int = 0
+    act: int = 0
 
 
 class RecordedCalls(SystemCalls):
@@ -51,7 +51,7 @@ class RecordedCalls(SystemCalls):
         self._can_exchange = can_exchange
         self._fault = fault
         self._num_calls: dict[str, int] = {}
-        self._num_saves = 0
+        self._num_acts = 0
         self._tables: dict[int, dict[str, int]] = {TOP: {}}
         self._num_inodes = 1
         self._open: dict[int, tuple[int, str, bool]] = {}
@@ -59,8 +59,8 @@ class RecordedCalls(SystemCalls):
 
     def note(self, what: str, path: str, content: str = "") -> None:
         """What the caller knows now, of a path below the top."""
-        if what == "saving":
-            self._num_saves += 1
+        if what in ("saving", "acting"):
+            self._num_acts += 1
             self._num_calls = {}
         self.events.append(Note(what, self._short(path), content))
 
@@ -141,7 +141,7 @@ class RecordedCalls(SystemCalls):
         index = self._num_calls.get(call, 0)
         self._num_calls[call] = index + 1
         fault = self._fault
-        hit = fault is not None and (fault.save + 1, fault.call, fault.index) == (self._num_saves, call, index)
+        hit = fault is not None and (fault.act + 1, fault.call, fault.index) == (self._num_acts, call, index)
         self.hit |= hit
         return hit
 

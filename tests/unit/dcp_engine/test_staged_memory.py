@@ -8,7 +8,7 @@ import os
 import torch
 
 from dcp_engine import leases
-from dcp_engine.leases import Lease, is_staged
+from dcp_engine.leases import Lease, SplitRun, is_staged, split_run_at
 from dcp_engine.staged_memory import leases_of, writing
 
 
@@ -31,6 +31,20 @@ def test_any_tensor_in_the_memory_finds_its_lease_and_no_other_one() -> None:
     assert leases_of([other]) == []
     lease.release()
     assert leases_of([memory]) == []
+
+
+def test_a_byte_that_came_apart_is_found_by_its_address_while_the_lease_lives() -> None:
+    memory, said = torch.zeros(100, dtype=torch.uint8), []  # type: ignore[var-annotated]
+    start = memory.data_ptr()
+    runs = (SplitRun(start + 60, 20, 17), SplitRun(start + 16, 8, 18))
+    lease = Lease(
+        start, 100, owner="a test", on_writing=lambda: None, on_release=lambda: said.append("released"), check=lambda: None, split=runs
+    )
+    codes = [None if (run := split_run_at(start + place)) is None else run.code for place in range(-1, 101)]
+    assert codes == [None] * 17 + [18] * 8 + [None] * 36 + [17] * 20 + [None] * 21
+    lease.release()
+    assert split_run_at(start + 60) is None
+    assert not leases._SPLIT
 
 
 def test_writing_checks_and_then_releases_once() -> None:

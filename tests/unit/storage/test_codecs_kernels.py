@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_engine.storage import dtypes
-from dcp_engine.storage.codecs import PLANES, Scratch, decode_block, encode_block, kernels, paired
+from dcp_engine.storage.codecs import PLANES, Scratch, decode_block, encode_block, floats, kernels, paired
 from dcp_engine.storage.codecs.pairing import NumpyLoops, PairLoops, Pairs
 
 FP32 = 18
@@ -73,6 +73,24 @@ def test_both_loops_take_floats_apart_and_together_alike(words: int, itemsize: i
     assert tops.tobytes() == raw
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 300), st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 20, 300]), st.integers(0, 7))
+def test_both_loops_code_exponents_as_they_code_floats(words: int, seed: int, spread: int, skew: int) -> None:
+    num_pairs = 8 * words
+    raw = memoryview(raw_floats(2 * num_pairs, 2, seed, spread, signs=True))
+    expected = taken_apart(NumpyLoops(), raw, 2, num_pairs, num_pairs // 4)
+    exponents = np.zeros(skew + 2 * num_pairs, np.uint8)[skew:]
+    exponents[:] = np.frombuffer(raw, np.uint16) >> 7 & 0xFF
+    for which in (loops(), NumpyLoops()):
+        codes = np.full(num_pairs, 0xA5, np.uint8)
+        found = which.code(exponents, 100, codes, num_pairs // 4, Scratch())
+        if found is None:
+            assert expected is None
+        else:
+            assert expected is not None
+            assert (codes.tobytes(), found[0].tolist(), found[1].tolist()) == expected[2:5]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 400), st.integers(0, 2**32 - 1))
 def test_both_loops_fold_and_unfold_alike(words: int, seed: int) -> None:
@@ -95,7 +113,8 @@ def test_a_block_is_the_same_bytes_with_either_and_each_reads_the_other(monkeypa
     raw = memoryview((np.random.default_rng(1).standard_normal(1 << 18) * 0.02).astype(np.float32).tobytes())
     stored = []
     for which in (loops(), NumpyLoops()):
-        monkeypatch.setattr(paired, "pair_loops", which)
+        for module in (paired, floats):
+            monkeypatch.setattr(module, "pair_loops", which)
         stored.append(b"".join(encode_block(raw, dtypes.of_code(FP32), "planes", 1, Scratch()).parts))
     assert stored[0] == stored[1]
     for which in (loops(), NumpyLoops()):
@@ -132,5 +151,11 @@ def test_compiled_loops_refuse_memory_that_is_too_short() -> None:
         kernels.compiled.unpair(bytearray(64), 2, 16, 0, b"", bytes(31), codes)
     with pytest.raises(ValueError, match="floats of 3 bytes"):
         kernels.compiled.unpair(bytearray(64), 3, 16, 0, b"", rest, codes)
+    with pytest.raises(ValueError, match="exponents has 31 bytes and must have 32"):
+        kernels.compiled.code(bytes(31), 16, 0, codes, bytearray(0), bytearray(0))
+    with pytest.raises(ValueError, match="codes has 15 bytes and must have 16"):
+        kernels.compiled.code(bytes(32), 16, 0, bytearray(15), bytearray(0), bytearray(0))
+    with pytest.raises(ValueError, match="outside has 3 bytes and must have 4"):
+        kernels.compiled.code(bytes(32), 16, 0, codes, bytearray(32), bytearray(3))
     with pytest.raises(ValueError, match="folded has 13 bytes and must have 14"):
         kernels.compiled.unfold(bytes(13), bytearray(16))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dcp_engine.errors import MalformedCheckpointError
 from dcp_engine.storage import dtypes
 from dcp_engine.storage.codecs import PLANES, Scratch, decode_block, encode_block, paired
+from dcp_engine.storage.codecs.floats import RawFloats
 
 BF16, FP32, FP16, COMPLEX64 = 17, 18, 16, 33
 SCRATCH = Scratch()
@@ -32,7 +33,7 @@ def floats(itemsize: int, exponents: np.ndarray, *, signs: bool = True, seed: in
 
 
 def encoded(raw: bytes, itemsize: int, base: int) -> bytes | None:
-    parts = paired.encode(memoryview(raw), itemsize, base, 1, SCRATCH)
+    parts = paired.encode(RawFloats(memoryview(raw), itemsize), base, 1, SCRATCH)
     return None if parts is None else b"".join(parts)
 
 

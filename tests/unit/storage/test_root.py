@@ -339,11 +339,15 @@ def test_a_root_with_a_key_takes_only_steps_that_are_signed_with_it(tmp_path: Pa
     assert "step 2 does not count as a good one" in caplog.text
     with pytest.raises(InvalidOptionError, match="the last good step is never retired"):
         root.retire(1, claim)
-    assert root.prune(1, claim).retired == ()
-    assert root.steps() == [1, 2, 3]
-    anyones = RunRoot(tmp_path).decide()
-    assert anyones is not None
-    assert anyones.step == 3
+    report = root.prune(1, claim)
+    assert (report.retired, report.kept) == ((), (1, 2, 3))
+    assert (root.steps(), root.latest()) == ([1], 1)
+    assert committed_steps(tmp_path, signing_key=other) == [2]
+    anyones = RunRoot(tmp_path)
+    assert (anyones.steps(), anyones.latest()) == ([1, 2, 3], 3)
+    decision = anyones.decide()
+    assert decision is not None
+    assert decision.step == 3
     with pytest.raises(InvalidOptionError, match="signing_key"):
         RunRoot(tmp_path, signing_key=b"short")
 
@@ -359,6 +363,8 @@ def test_a_signed_step_under_the_name_of_another_one_is_no_good_step(tmp_path: P
     assert decision is not None
     assert decision.step == 2
     assert "step 7 does not count as a good one: the checkpoint is signed for another step than that of its name" in caplog.text
+    root.set_latest(7)  # by COMPLETE alone it is a step, and signed
+    assert (root.steps(), root.latest()) == ([1, 2, 7], 2)
     assert root.prune(1, claim).retired == (1,)
     assert root.steps() == [2, 7]
 
@@ -533,6 +539,39 @@ def test_a_checkpoint_is_no_root(place: RootPlace) -> None:
     with pytest.raises(InvalidOptionError, match="this is a checkpoint, not a root"):
         inside.root().claim()
     assert directory(inside).names() == before
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("below", ["run", "deeper/run"])
+def test_a_root_within_a_step_is_refused_since_it_would_go_with_that(place: RootPlace, below: str) -> None:
+    place.save(1)
+    names = directory(place, "step-00000001").names()
+    with pytest.raises(InvalidOptionError, match="the root lies in what another root removes") as caught:
+        RootPlace(f"{place.root().path_of(1)}/{below}", place.storage_options).root().claim()
+    assert caught.value.found == repr(place.root().path_of(1))
+    assert directory(place, "step-00000001").names() == names
+
+
+@pytest.mark.parametrize("name", [".trash-" + "a" * 32, ".tmp-step-00000003-" + "b" * 32, ".epochs"])
+@pytest.mark.parametrize("below", ["", "/run"])
+def test_a_root_within_what_is_removed_by_its_name_is_refused(place: RootPlace, name: str, below: str) -> None:
+    with pytest.raises(InvalidOptionError, match="the root lies in what another root removes"):
+        RootPlace(f"{place.path}/{name}{below}", place.storage_options).root().claim()
+
+
+@pytest.mark.parametrize("name", ["step-00000009", "step-9", ".trash-1", ".tmp-notes-" + "0" * 32])
+def test_a_root_within_what_no_root_removes_is_claimed(place: RootPlace, name: str) -> None:
+    inner = RootPlace(f"{place.path}/{name}/run", place.storage_options).root()
+    assert inner.claim().epoch == 1
+    assert inner.claim().epoch == 2
+
+
+def test_a_root_that_a_link_leads_into_a_step_is_refused(tmp_path: Path) -> None:
+    outer = RootPlace(str(tmp_path / "run"))
+    outer.save(1)
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "step-00000001")
+    with pytest.raises(InvalidOptionError, match="the root lies in what another root removes"):
+        RunRoot(tmp_path / "link" / "run").claim()
 
 
 def test_a_checkpoint_of_the_stock_format_is_no_root(tmp_path: Path) -> None:

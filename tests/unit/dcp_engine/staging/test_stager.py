@@ -360,11 +360,21 @@ def test_a_staged_tensor_that_changes_while_it_is_written_fails_the_save(tmp_pat
         ({"wait_secs": float("nan")}, "wait_secs is no duration"),
         ({"verify_staging": "some"}, "unknown verify_staging"),
         ({"threads": 0}, "threads is out of range"),
+        ({"split_on_device": 1}, "split_on_device is not a bool"),
     ],
 )
 def test_options_out_of_range_are_refused_when_the_stager_is_made(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOptionError, match=message):
         DoubleBufferStager(**options)
+
+
+def test_tensors_of_the_host_stay_whole_with_split_on_device() -> None:
+    stager = DoubleBufferStager(split_on_device=True, memory="plain")
+    state = {"w": torch.randn(1_000_000)}
+    staged = stager.stage(state, may_split=True)
+    assert isinstance(staged, dict)
+    assert torch.equal(staged["w"], state["w"])
+    stager.close()
 
 
 def test_pinned_memory_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
