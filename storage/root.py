@@ -32,7 +32,7 @@ from dcp_engine.storage.retention import PruneReport, check_keep_last, surplus_s
 from dcp_engine.storage.root_posix import PosixRoot
 from dcp_engine.storage.root_store import Retirement, RootStore, refuse_strangers
 from dcp_engine.storage.step_info import Decision, StepInfo, look_at_step
-from dcp_engine.storage.steps import FoundSteps, committed_steps, find_steps, step_name
+from dcp_engine.storage.steps import committed_steps, step_name
 from dcp_engine.storage.texts import MAX_TEXT_FILE_BYTES
 
 if TYPE_CHECKING:
@@ -135,10 +135,6 @@ class RunRoot:
         """The committed steps, ascending; see :func:`~dcp_engine.storage.steps.committed_steps`."""
         return committed_steps(self.path, storage_options=self._storage_options, signing_key=self._signing_key)
 
-    def find(self) -> FoundSteps:
-        """The committed steps, and those whose COMPLETE is damaged."""
-        return find_steps(self.path, storage_options=self._storage_options, signing_key=self._signing_key)
-
     def latest(self) -> int | None:
         """The newest committed step; None if there is none. With a signing key: the newest good one, which is signed under its own name.
 
@@ -206,8 +202,7 @@ class RunRoot:
 
         Raises:
             CheckpointNotFoundError kinds: there is no such step. CorruptCheckpointError kinds: a file is missing, or its size is another
-                one, or the manifest is damaged, or not signed with the key. UnsupportedVersionError: a newer release wrote it.
-            StorageError kinds: it cannot be told.
+                one, or the manifest is damaged, or not signed. UnsupportedVersionError. StorageError kinds: it cannot be told.
         """
         self._store.check_entry(step)
         place = self._location.child(step_name(step))
@@ -301,9 +296,7 @@ class RunRoot:
         good = self._newest_good(committed)
         if good is None:
             return PruneReport((), (), tuple(committed), guarded=None)
-        retired: list[int] = []
-        in_use: list[int] = []
-        guarded: list[bool] = []
+        retired, in_use, guarded = list[int](), list[int](), list[bool]()
         with good[1].hold:
             for step in surplus_steps(committed, newest_good=good[0], keep_last=keep_last):
                 try:

@@ -94,8 +94,13 @@ class CheckpointerOptions:
         return {**self.reader_options, **self._of_both}
 
     @property
+    def of_root(self) -> dict[str, Any]:
+        """Keyword arguments of whoever looks for steps."""
+        return {"storage_options": self.storage_options, "signing_key": self.signing_key}
+
+    @property
     def _of_both(self) -> dict[str, Any]:
-        return {"storage_options": self.storage_options, "signing_key": self.signing_key, "encryption_key": self.encryption_key}
+        return {**self.of_root, "encryption_key": self.encryption_key}
 
 
 def _check_cadence(every: object) -> None:

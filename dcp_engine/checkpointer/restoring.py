@@ -31,6 +31,7 @@ from dcp_engine.errors import (
 from dcp_engine.planners import LoadReport, ReshardLoadPlanner
 from dcp_engine.storage import RunRoot, ShardReader
 from dcp_engine.storage.step_info import StepInfo
+from dcp_engine.storage.steps import find_steps
 
 __all__ = ["Restored", "Restoring"]
 
@@ -219,7 +220,7 @@ class Restoring:
     # -- inside -----------------------------------------------------------------------------------------------------------
 
     def _committed(self) -> tuple[int, ...]:
-        found = self._root.find()
+        found = find_steps(self._root.path, **self._options.of_root)
         return tuple(sorted(found.committed + found.damaged))
 
     def _look(self, step: int) -> _Look:

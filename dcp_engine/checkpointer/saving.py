@@ -22,6 +22,7 @@ from dcp_engine.checkpointer.record import SaveRecord
 from dcp_engine.checkpointer.recorded import Recorded, recorded
 from dcp_engine.errors import CheckpointExistsError, DcpEngineError, InvalidOptionError, RankFailedError, SaverBusyError
 from dcp_engine.storage import EpochClaim, RunRoot, ShardWriter
+from dcp_engine.storage.steps import find_steps
 
 __all__ = ["Saving"]
 
@@ -149,7 +150,7 @@ class Saving:
     def _claim(self) -> _Start:
         self._root.check_own()
         claim = self._root.claim(self._options.run_id)
-        found = self._root.find()
+        found = find_steps(self._root.path, **self._options.of_root)
         return _Start(claim, tuple(found.committed + found.damaged))
 
     def _settle(self) -> None:
