@@ -235,6 +235,10 @@ class RunRoot:
 
         return decide_together(group, look, self._seen, self._seen_steps, path=self.path)
 
+    def free_bytes(self) -> int | None:
+        """Bytes that the storage has left for this user; None for an object store. Quotas may allow less. Raises ``StorageError`` kinds."""
+        return self._store.free_bytes()
+
     def hold(self, step: int) -> Hold:
         """Keeps a step from being retired, for a copy for instance, until the hold is released or its process ends.
 

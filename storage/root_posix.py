@@ -156,6 +156,14 @@ class PosixRoot:
                 _logger.warning("could not remove %s: the next clean-up tries again", place)
         return tuple(removed)
 
+    def free_bytes(self) -> int | None:
+        """What the file system has left for this user; quotas may allow less."""
+        try:
+            facts = system().statvfs(self._path)
+        except OSError as error:
+            raise storage_failure(error, "ask for free space", path=self._path) from error
+        return facts.f_bavail * facts.f_frsize
+
     def put_latest(self, content: bytes) -> None:
         """A new file, flushed, renamed over LATEST, flushed."""
         # Trash by its name until it is LATEST: what a crash leaves is swept like any other.

@@ -144,6 +144,9 @@ class RemoteRoot:
                 cleaned.append(name)
         return tuple(cleaned)
 
+    def free_bytes(self) -> None:
+        """Object stores do not tell."""
+
     def put_latest(self, content: bytes) -> None:
         """Overwrites the object."""
         self._directory.replace(LATEST_NAME, content)

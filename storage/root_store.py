@@ -67,6 +67,10 @@ class RootStore(Protocol):
         """
         ...
 
+    def free_bytes(self) -> int | None:
+        """What can be written there before it is full; None where the storage does not tell. ``StorageError`` kinds."""
+        ...
+
     def put_latest(self, content: bytes) -> None:
         """Replaces LATEST in one step, durably."""
         ...

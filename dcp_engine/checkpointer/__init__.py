@@ -2,6 +2,7 @@
 
 - The calls: ``checkpointer``, ``options``. What is saved: ``parts``; by whom: ``ranks``.
 - Saving: ``saving``, ``cadence`` (when), ``cut`` (whether it is one step), ``record`` and ``recorded`` (what is noted of it).
+- By rules: ``policies``, ``schedule`` (when to save), ``retention`` (what stays, and whether there is room), ``policy_record``.
 - Coming back: ``restoring``, ``choosing`` (the best step), ``probing``, ``checks``, ``read_back``, ``report``.
 - Both: ``probe`` (a fixed input), ``evaluation`` (what is said of a checkpoint later), ``rng_guard``.
 """

@@ -40,7 +40,7 @@ class Cadence:
         if self._every is None:
             raise InvalidOptionError(
                 "there is no interval to save at",
-                expected="Checkpointer(root, save_every=...)",
+                expected="Checkpointer(root, save_every=...) or when=...",
                 remedy="or call save() where a save is wanted",
             )
         components = (_ALL,) if state is None else state.components

@@ -8,17 +8,17 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_engine.background import BackgroundSaver, Priority, SaveHandle
-from dcp_engine.checkpointer.cadence import Cadence
 from dcp_engine.checkpointer.evaluation import EvaluationLog, EvaluationRecord, Evaluations
 from dcp_engine.checkpointer.node_planner import NodePlanner
 from dcp_engine.checkpointer.options import CheckpointerOptions, Mode
 from dcp_engine.checkpointer.parts import Parts
+from dcp_engine.checkpointer.policies import Policies
 from dcp_engine.checkpointer.probe import PROBE_TOLERANCE
 from dcp_engine.checkpointer.probing import report_of
 from dcp_engine.checkpointer.ranks import Ranks
@@ -26,7 +26,8 @@ from dcp_engine.checkpointer.report import RestoreReport
 from dcp_engine.checkpointer.restoring import Restoring
 from dcp_engine.checkpointer.rng_guard import eval_rng, generators_of
 from dcp_engine.checkpointer.saving import Saving
-from dcp_engine.errors import CheckpointNotFoundError, ClosedError, DcpEngineError, InvalidOptionError
+from dcp_engine.errors import CheckpointNotFoundError, ClosedError, DcpEngineError
+from dcp_engine.policies import Health, Keep, KeepPlan, Room, When
 from dcp_engine.staging import DoubleBufferStager
 from dcp_engine.storage import RunRoot, VerifyReport, verify_checkpoint
 from dcp_engine.storage.keys import KeySource
@@ -51,7 +52,7 @@ class Checkpointer:
                 checkpointer.maybe_save(state.counters.step, state)
 
     All ranks make one and call it alike, in the thread that trains. What they have to agree on goes over a gloo group of their own: at the
-    first save and in ``restore``; in other saves only with ``if_busy`` other than ``"wait"``, which takes one all-reduce of one number.
+    first save and in ``restore``; in other saves a small message, only with ``if_busy`` other than ``"wait"``, ``health`` or ``room``.
     The collectives of the saves themselves run in the background, beside those of training.
 
     What is saved is one step's state: where optimizers, schedulers, counters, data or ranks are at different steps, nothing is published.
@@ -63,6 +64,13 @@ class Checkpointer:
         process_group: the ranks that save and restore; None: all of them, or this process alone without a process group.
         run_id: name of the run, kept in its checkpoints and told to others who claim the root.
         save_every: for :meth:`maybe_save`: a number of steps, or one for each component, as in ``{"model": 200, "*": 1000}``.
+        when: other rules for :meth:`maybe_save`: by time, phases or a budget, or ``"auto"``. See :class:`~dcp_engine.policies.When`. With
+            rules by time the first rank decides, and tells the others at some of the calls.
+        keep: what stays of the steps when a newer one is durable; None: all. One rank removes the rest, beside training. See
+            :class:`~dcp_engine.policies.Keep`.
+        health: what makes a state healthy, by the numbers in ``save(metadata=...)``, as in ``{"loss": 2.5}``, of all ranks: ``keep`` never
+            removes the last healthy step. Takes one all-reduce of a number for each save. See :class:`~dcp_engine.policies.Health`.
+        room: what has to be free before a save starts, as in ``Room()``: the size of the last one and a tenth. None: nobody looks.
         best: metric that ``restore(step="best")`` goes by, and its direction: ``("loss", "min")``.
         if_busy: what a save does while an earlier one is under way on any rank: ``"wait"``: waits for a staging buffer, which is free at
             most times; ``"skip"``: is left out, on all ranks; ``"error"``: raises, on all ranks.
@@ -91,6 +99,10 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         run_id: str = "",
         save_every: int | Mapping[str, int] | None = None,
+        when: When | Literal["auto"] | None = None,
+        keep: Keep | None = None,
+        health: Health | None = None,
+        room: Room | None = None,
         best: tuple[str, Mode] | None = None,
         if_busy: str = "wait",
         executor: str = "thread",
@@ -111,6 +123,10 @@ class Checkpointer:
         self._options = options = CheckpointerOptions(
             run_id=run_id,
             save_every=save_every,
+            when=when,
+            keep=keep,
+            health=health,
+            room=room,
             best=best,
             if_busy=if_busy,
             node_local=node_local,
@@ -139,9 +155,9 @@ class Checkpointer:
         self.stager = self._saver.stager
         if node_local and planner is None:
             planner = NodePlanner()
-        self._saving = Saving(self._root, options, self._ranks, self._members, self._saver, planner)
+        self._policies = Policies(self._root, options, self._ranks, self._members)
+        self._saving = Saving(self._root, options, self._ranks, self._members, self._saver, self._policies, planner)
         self._restoring = Restoring(self._root, options, self._ranks, self._members)
-        self._cadence = Cadence(options.cadence)
         self._evaluations = EvaluationLog(self._root.path, options.storage_options)
         self._seen: weakref.ref[TrainState] | None = None
         self._closed = False
@@ -176,6 +192,7 @@ class Checkpointer:
             MixedStepsError, StateError kinds: the state is not of one step, or cannot be saved now, inside an accumulation cycle, say.
                 With several ranks the handle has this error, on all of them.
             SaverBusyError: with ``if_busy="error"``. FencedError: a newer run has claimed the root. ClosedError.
+            StorageFullError: with ``room``, on all ranks: the save would not fit. Nothing was written.
             StorageError kinds: at the first save, the root cannot be claimed.
         """
         self._require_open(step)
@@ -183,6 +200,7 @@ class Checkpointer:
         self._note(Parts(state))
         if wait and not handle.skipped:
             handle.result()
+        self._policies.saved(handle)
         return handle
 
     def maybe_save(
@@ -194,7 +212,7 @@ class Checkpointer:
         metadata: Mapping[str, Any] | None = None,
         probe: Callable[[], Any] | None = None,
     ) -> SaveHandle | None:
-        """:meth:`save` if ``save_every`` says so; call it after every step, or every micro-batch.
+        """:meth:`save` if ``save_every`` or ``when`` says so; call it after every step, or every micro-batch.
 
         A save that falls into an accumulation cycle of a ``TrainState(grads="defer")`` takes place at the first call after the cycle. Of
         components that are due alone a checkpoint of only these is made, which a restore of the whole state passes over.
@@ -203,11 +221,11 @@ class Checkpointer:
             The handle; None where nothing was to be saved.
 
         Raises:
-            InvalidOptionError: there is no ``save_every``, or it names a component that the state lacks. All else as :meth:`save`.
+            InvalidOptionError: there is neither, or ``save_every`` names a component that the state lacks. All else as :meth:`save`.
         """
         self._require_open(step)
         parts = Parts(state)
-        due = self._cadence.due(step, parts.train_state, is_saved=self._saving.is_saved(step))
+        due = self._policies.due(step, parts.train_state, is_saved=self._saving.is_saved(step))
         if not due:
             return None
         whole = parts.train_state
@@ -266,7 +284,7 @@ class Checkpointer:
         self._note(parts)
         if components is not None:
             parts = parts.narrowed(components)
-        order, lonely = self._order(step)
+        order, lonely = self._restoring.order(step)
         if not order:
             if missing_ok and step == "latest":
                 return None
@@ -280,6 +298,8 @@ class Checkpointer:
             self._saving.resumed(restored.replaceable | lonely)
         elif components is None and self._ranks.is_first and (newer := [one for one in self._root.steps() if one > restored.info.step]):
             logger.warning("steps %s are newer than the restored one: this run can save none up to the last of them there", newer)
+        if components is None:
+            self._policies.resumed(restored.info.step, restored.record.policies)
         report = report_of(restored, parts, self._ranks, probe=probe, tolerance=probe_tolerance)
         if self._ranks.is_first:
             for line in report.lines():
@@ -321,6 +341,13 @@ class Checkpointer:
     def look(self, step: int) -> StepInfo:
         """What is told of a step without reading its data; see :meth:`RunRoot.look`. No other rank takes part."""
         return self._root.look(step)
+
+    def retention_plan(self, keep: Keep | None = None) -> KeepPlan:
+        """What ``keep``, or these other rules, would make of the steps that are there, and why. Removes nothing. No other rank takes part.
+
+        A step that somebody reads is not told here: it would stay. ``print(checkpointer.retention_plan())`` shows one line a step.
+        """
+        return self._policies.plan(keep)
 
     def verify(self, step: int) -> VerifyReport:
         """Check every byte of a step; see :func:`~dcp_engine.storage.verify.verify_checkpoint`. No other rank takes part."""
@@ -371,23 +398,3 @@ class Checkpointer:
         """Its generators are left alone by evaluations, too."""
         state = parts.train_state
         self._seen = self._seen if state is None else weakref.ref(state)
-
-    def _order(self, step: int | str) -> tuple[list[int], frozenset[int]]:
-        """The steps to try, the same on all ranks; and those that only some nodes hold."""
-        if isinstance(step, bool) or not (isinstance(step, int) or step in ("latest", "best")):
-            raise InvalidOptionError("this is no step to restore", expected='"latest", "best" or a number', found=repr(step)[:300])
-        there, lonely = self._restoring.steps()
-        if step == "latest":
-            return there[::-1], lonely
-        if step == "best":
-            return self._restoring.best_first(there), lonely
-        if step not in there:
-            raise CheckpointNotFoundError(
-                "there is no such step",
-                path=self._root.path,
-                step=int(step),
-                expected=f"one of {there}" if there else "a committed step",
-                found=step,
-                remedy="restore one of those, or the newest",
-            )
-        return [step], lonely

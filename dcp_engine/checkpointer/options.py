@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from dcp_engine.errors import InvalidOptionError
+from dcp_engine.policies import Health, Keep, Room, When
 from dcp_engine.storage import ShardReader, ShardWriter
 from dcp_engine.storage.keys import KeySource
 from dcp_engine.storage.label import check_run_id
@@ -33,6 +34,10 @@ class CheckpointerOptions:
 
     run_id: str = ""
     save_every: int | Mapping[str, int] | None = None
+    when: When | Literal["auto"] | None = None
+    keep: Keep | None = None
+    health: Health | None = None
+    room: Room | None = None
     best: tuple[str, Mode] | None = None
     if_busy: str = "wait"
     node_local: bool = False
@@ -56,6 +61,17 @@ class CheckpointerOptions:
         if isinstance(secs, bool) or not isinstance(secs, int | float) or not 0 < secs < math.inf:
             raise InvalidOptionError("timeout_secs is no duration", expected="a finite number of seconds above 0", found=repr(secs)[:300])
         _check_cadence(self.save_every)
+        if self.when is not None:
+            When.of(self.when)
+            if self.save_every is not None:
+                raise InvalidOptionError(
+                    "save_every and when contradict each other",
+                    expected="one of them",
+                    remedy="When(steps=...) is the same as a number of save_every",
+                )
+        _check_kind("keep", self.keep, Keep, "Keep(last=5)")
+        _check_kind("room", self.room, Room, "Room(growth=0.1)")
+        _check_kind("health", self.health, Health, 'Health(at_most={"grad_norm": 100.0})')
         _check_best(self.best)
         _check_names("writer_options", self.writer_options, ShardWriter.__init__, _ALWAYS | _OF_EACH_SAVE)
         _check_names("reader_options", self.reader_options, ShardReader.__init__, _ALWAYS)
@@ -102,6 +118,11 @@ def _check_cadence(every: object) -> None:
                 expected='a number of steps of at least 1, or one for each component, as in {"model": 200, "*": 1000}',
                 found=repr(every)[:300],
             )
+
+
+def _check_kind(name: str, value: object, kind: type, example: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise InvalidOptionError(f"{name} is not known", expected=f"None or as in {example}", found=repr(value)[:300])
 
 
 def _check_best(best: object) -> None:

@@ -127,19 +127,23 @@ class Ranks:
             raise error
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on any rank: one number, all-reduced.
+        """Whether it is true on any rank. Raises as :meth:`highest`."""
+        return bool(self.highest(int(flag)))
+
+    def highest(self, value: int) -> int:
+        """The greatest of all ranks' numbers: one all-reduce.
 
         Raises:
             CoordinationError: a rank is gone.
         """
         if self.group is None:
-            return flag
-        number = torch.tensor([int(flag)])
+            return value
+        number = torch.tensor([value])
         try:
             dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as error:  # that is what torch.distributed raises
             raise CoordinationError("the ranks that save have lost each other", found=str(error)[:1000]) from error
-        return bool(number.item())
+        return int(number.item())
 
     def close(self) -> None:
         """Give up the group, where the job has not destroyed it already."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from dcp_engine.checkpointer.policy_record import PolicyRecord
 from dcp_engine.checkpointer.recorded import Recorded
 from dcp_engine.errors import MalformedCheckpointError, UnsupportedVersionError
 
@@ -24,12 +25,14 @@ class SaveRecord:
         recorded: what the coordinator noted of the state; None where no checkpointer wrote it.
         is_partial: it holds a training state only in part, so that nobody resumes from it.
         components: key of a training state -> its components that are there.
+        policies: what policies noted.
         user: the values that the caller of ``save`` passed.
     """
 
     recorded: Recorded | None = None
     is_partial: bool = False
     components: Mapping[str, list[str]] = field(default_factory=dict)
+    policies: PolicyRecord = field(default_factory=PolicyRecord)
     user: Mapping[str, Any] = field(default_factory=dict)
 
     def metadata(self) -> dict[str, Any]:
@@ -39,6 +42,7 @@ class SaveRecord:
             "recorded": None if self.recorded is None else self.recorded.as_dict(),
             "is_partial": self.is_partial,
             "components": {key: list(names) for key, names in self.components.items()},
+            "policies": self.policies.as_dict(),
         }
         return {_OURS: ours, _CALLERS: dict(self.user)}
 
@@ -67,5 +71,6 @@ class SaveRecord:
             recorded=None if recorded is None else Recorded.from_dict(recorded),
             is_partial=ours["is_partial"],
             components=ours["components"],
+            policies=PolicyRecord.from_dict(ours.get("policies")),
             user=user if isinstance(user, dict) else {},
         )

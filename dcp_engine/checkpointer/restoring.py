@@ -104,6 +104,26 @@ class Restoring:
         self._ranks = ranks
         self._members = members
 
+    def order(self, step: int | str) -> tuple[list[int], frozenset[int]]:
+        """The steps to try, the same on all ranks; and those that only some nodes hold."""
+        if isinstance(step, bool) or not (isinstance(step, int) or step in ("latest", "best")):
+            raise InvalidOptionError("this is no step to restore", expected='"latest", "best" or a number', found=repr(step)[:300])
+        there, lonely = self.steps()
+        if step == "latest":
+            return there[::-1], lonely
+        if step == "best":
+            return self.best_first(there), lonely
+        if step not in there:
+            raise CheckpointNotFoundError(
+                "there is no such step",
+                path=self._root.path,
+                step=int(step),
+                expected=f"one of {there}" if there else "a committed step",
+                found=step,
+                remedy="restore one of those, or the newest",
+            )
+        return [step], lonely
+
     def steps(self) -> tuple[list[int], frozenset[int]]:
         """The steps that are committed in every root of the job, ascending, the same on all ranks; and those that only some roots hold,
         of this rank's root. One whose COMPLETE is damaged was committed.

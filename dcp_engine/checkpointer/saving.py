@@ -14,6 +14,8 @@ from dcp_engine.background.cut import Cut, require_one_step
 from dcp_engine.checkpointer.cut import local_disagreements
 from dcp_engine.checkpointer.options import CheckpointerOptions
 from dcp_engine.checkpointer.parts import Parts
+from dcp_engine.checkpointer.policies import Policies
+from dcp_engine.checkpointer.policy_record import PolicyRecord
 from dcp_engine.checkpointer.probing import probed
 from dcp_engine.checkpointer.ranks import Ranks
 from dcp_engine.checkpointer.record import SaveRecord
@@ -44,19 +46,28 @@ class Saving:
         ranks: all of the job.
         members: those of them that write to this root.
         saver: of the members.
+        policies: told of saves, and followed by the retention that they ask for.
         planner: for all saves; None: the saver's own.
 
     Thread-safety: one thread.
     """
 
     def __init__(
-        self, root: RunRoot, options: CheckpointerOptions, ranks: Ranks, members: Ranks, saver: BackgroundSaver, planner: SavePlanner | None
+        self,
+        root: RunRoot,
+        options: CheckpointerOptions,
+        ranks: Ranks,
+        members: Ranks,
+        saver: BackgroundSaver,
+        policies: Policies,
+        planner: SavePlanner | None,
     ) -> None:
         self._root = root
         self._options = options
         self._ranks = ranks
         self._members = members
         self._saver = saver
+        self._policies = policies
         self._planner = planner
         self._start: _Start | None = None
         self._replaceable: set[int] = set()
@@ -69,16 +80,18 @@ class Saving:
 
     def save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None, probe: Callable[[], Any] | None) -> SaveHandle:
         """See ``Checkpointer.save``."""
+        policies = self._policies.saving(step, metadata)
         skipped = self._skipped(step)
         if skipped is not None:
             return skipped
-        self._begin()
+        start = self._begin()
+        self._policies.require_room(start.claim, step, num_under_way=sum(not handle.done() for handle in self._handles))
         try:
             parts = Parts(state)
             self._check_order(step)
             noted = self._recorded(parts, step, probe)
             cut = self._cut(parts, noted)
-            writer = self._writer(step, parts, noted, metadata)
+            writer = self._writer(step, parts, noted, policies, metadata)
         except Exception as error:
             self._tell(error, step)
             raise
@@ -88,7 +101,7 @@ class Saving:
             planner=self._planner,
             step=step,
             cut=cut,
-            after=self._after(step) if self._members.is_first and not parts.is_partial else None,
+            after=self._after(step, is_partial=parts.is_partial) if self._members.is_first else None,
         )
         self._handles.append(handle)
         return handle
@@ -120,17 +133,19 @@ class Saving:
             logger.warning("%s", error)
         return SaveHandle.of_skipped(error, step=step, path=self._root.path)
 
-    def _begin(self) -> None:
+    def _begin(self) -> _Start:
         """At the first save: claim the root, so that older runs that still live can publish nothing any more."""
         if self._start is not None:
-            return
+            return self._start
         start, error = None, None
         try:
             start = self._members.first(self._claim)
         except DcpEngineError as failure:
             error = failure
         self._ranks.agree(error)  # no node begins before all nodes have claimed
+        assert start is not None
         self._start = start
+        return start
 
     def _claim(self) -> _Start:
         self._root.check_own()
@@ -189,10 +204,12 @@ class Saving:
             require_one_step([cut])  # now, and not in the background; of several ranks all are told at once
         return cut
 
-    def _writer(self, step: int, parts: Parts, noted: Recorded, metadata: Mapping[str, Any] | None) -> ShardWriter:
+    def _writer(self, step: int, parts: Parts, noted: Recorded, policies: PolicyRecord, metadata: Mapping[str, Any] | None) -> ShardWriter:
         if metadata is not None and not isinstance(metadata, Mapping):
             raise InvalidOptionError("metadata is not a mapping", expected="None or a dict", found=repr(metadata)[:300])
-        record = SaveRecord(recorded=noted, is_partial=parts.is_partial, components=parts.components, user=dict(metadata or {}))
+        record = SaveRecord(
+            recorded=noted, is_partial=parts.is_partial, components=parts.components, policies=policies, user=dict(metadata or {})
+        )
         assert self._start is not None
         return ShardWriter(
             self._root.path_of(step),
@@ -210,7 +227,13 @@ class Saving:
             error = RankFailedError("a rank failed before it could save", found=f"{type(error).__name__}: {error}")
         self._saver.fail(error, writer=ShardWriter(self._root.path), step=step if isinstance(step, int) else None)
 
-    def _after(self, step: int) -> Callable[[], None]:
+    def _after(self, step: int, *, is_partial: bool) -> Callable[[], None]:
         assert self._start is not None
         claim = self._start.claim
-        return lambda: self._root.set_latest(step, claim)
+
+        def follow() -> None:
+            if not is_partial:
+                self._root.set_latest(step, claim)
+            self._policies.durable(claim, step)
+
+        return follow

@@ -84,6 +84,10 @@ class SystemCalls:
         """Facts of what a name leads to."""
         return _repeated(os.stat, path)
 
+    def statvfs(self, path: str) -> os.statvfs_result:
+        """Facts of the file system that a name leads to."""
+        return _repeated(os.statvfs, path)
+
     def listdir(self, path: str) -> list[str]:
         """The names in a directory, in no order."""
         return _repeated(os.listdir, path)

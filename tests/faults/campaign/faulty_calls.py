@@ -22,7 +22,7 @@ _HINTS = ("start_writeback", "await_writeback")  # report nothing by contract
 _METHODS = tuple(name for name in vars(SystemCalls) if not name.startswith("_") and name not in _HINTS)
 # Python itself repeats the others when a signal interrupts them (PEP 475).
 _INTERRUPTIBLE = {
-    **{name: (os, name) for name in ("lstat", "stat", "listdir", "mkdir", "rmdir", "unlink", "rename")},
+    **{name: (os, name) for name in ("lstat", "stat", "statvfs", "listdir", "mkdir", "rmdir", "unlink", "rename")},
     "exchange": (linux, "exchange"),
 }
 _MAY_BE_DONE = ("mkdir", "rmdir", "unlink", "rename", "exchange")

@@ -53,7 +53,7 @@ def test_a_parent_that_cannot_be_looked_at_is_an_error_and_no_endless_climb(tmp_
         make_directories(f"{tmp_path}/a/b")
 
 
-@pytest.mark.parametrize("name", ["lstat", "stat", "listdir", "mkdir", "rmdir", "unlink", "rename"])
+@pytest.mark.parametrize("name", ["lstat", "stat", "statvfs", "listdir", "mkdir", "rmdir", "unlink", "rename"])
 def test_a_call_of_a_name_that_is_interrupted_is_repeated(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python repeats calls of descriptors alone."""
     (tmp_path / "file").touch()
