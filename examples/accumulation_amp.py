@@ -63,7 +63,6 @@ def main() -> None:
     counters = state.counters
 
     with Checkpointer(args.root) as checkpointer:
-        checkpointer.stager.protect(optimizer)  # on a GPU, its next step waits until what is being saved has been copied
         report = checkpointer.restore(state, missing_ok=True)
         print(report or "no checkpoint yet: a new run", flush=True)
         save_wanted, loss_of_step = False, torch.zeros((), device=device)

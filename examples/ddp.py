@@ -73,8 +73,7 @@ def main() -> None:
     batches = chain.from_iterable(repeat(loader))  # epoch after epoch; an epoch that was left in its middle goes on there
     state = TrainState(model, optimizer, schedulers=scheduler, data=loader)
 
-    with Checkpointer(args.root) as checkpointer:
-        checkpointer.stager.protect(optimizer)  # on a GPU, its next step waits until what is being saved has been copied
+    with Checkpointer(args.root, save_every=args.save_every) as checkpointer:
         report = checkpointer.restore(state, missing_ok=True)
         if rank == 0:
             print(report or "no checkpoint yet: a new run", flush=True)
@@ -87,8 +86,7 @@ def main() -> None:
             scheduler.step()
             state.counters.update()
             step = state.counters.step
-            if step % args.save_every == 0 or step == args.steps:
-                checkpointer.save(step, state)  # all ranks call it; each writes its part while training goes on
+            checkpointer.maybe_save(step, state, force=step == args.steps)  # all ranks call it; each writes its part while training goes on
             mean = loss.detach()
             dist.all_reduce(mean)
             if rank == 0:

@@ -57,8 +57,7 @@ def main() -> None:
     batches = chain.from_iterable(repeat(loader))  # epoch after epoch; an epoch that was left in its middle goes on there
     state = TrainState(model, optimizer, schedulers=scheduler, data=loader)
 
-    with Checkpointer(args.root) as checkpointer:
-        checkpointer.stager.protect(optimizer)  # on a GPU, its next step waits until what is being saved has been copied
+    with Checkpointer(args.root, save_every=args.save_every) as checkpointer:
         report = checkpointer.restore(state, missing_ok=True)
         print(report or "no checkpoint yet: a new run", flush=True)
         while state.counters.step < args.steps:
@@ -70,8 +69,7 @@ def main() -> None:
             scheduler.step()
             state.counters.update()
             step = state.counters.step
-            if step % args.save_every == 0 or step == args.steps:
-                checkpointer.save(step, state)  # copies the state and returns; the files are written while training goes on
+            checkpointer.maybe_save(step, state, force=step == args.steps)  # copies the state; it is written while training goes on
             print(f"step {step} loss {loss.item():.9g}", flush=True)  # nine digits tell every float32 from the next
 
 

@@ -16,6 +16,7 @@ from dcp_engine.storage.read_sharing import Message
 __all__ = ["RankGroup", "check_group"]
 
 _Record = TypeVar("_Record")
+_SHARED_READ = "ranks shared a read"
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -47,6 +48,8 @@ class RankGroup:
 
     Args:
         group: with a backend for CPU tensors. Nobody else may use it meanwhile.
+        doing: what the ranks do together, for messages.
+        remedy: what to do where the group fails.
 
     Attributes:
         rank: of this process in the group.
@@ -55,8 +58,16 @@ class RankGroup:
     Thread-safety: none; one thread makes all calls.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        doing: str = _SHARED_READ,
+        remedy: str = "see why another rank died or did not come in time",
+    ) -> None:
         self._group = group
+        self._doing = doing
+        self._remedy = remedy
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -71,7 +82,7 @@ class RankGroup:
         Raises:
             DcpEngineError: of the lowest rank that has one.
         """
-        told = self._gather(record if error is None else _portable(error, self.rank), error)
+        told = self._gather(record if error is None else _portable(error, self.rank, self._doing), error)
         strangers = {rank: entry for rank, entry in enumerate(told) if not isinstance(entry, (kind, DcpEngineError))}
         if strangers:
             raise _LoadIsOverError(strangers)
@@ -85,10 +96,10 @@ class RankGroup:
             DcpEngineError: of the lowest rank that has one.
         """
         flag = torch.tensor([int(error is not None)])
-        with _group_failures(error):
+        with self._group_failures(error):
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         if int(flag):
-            self._raise_first(self._gather(None if error is None else _portable(error, self.rank), error), error)
+            self._raise_first(self._gather(None if error is None else _portable(error, self.rank, self._doing), error), error)
 
     def pass_on(self, messages: Sequence[Message], buffer: torch.Tensor) -> Callable[[], None]:
         """Begin to send and receive the messages of a round, and return the wait for their end.
@@ -98,7 +109,7 @@ class RankGroup:
             buffer: CPU bytes in which they lie; must stay untouched until the wait is over, but for what arrives.
         """
         works = []
-        with _group_failures(None):
+        with self._group_failures(None):
             for message in messages:
                 part = buffer[message.begin : message.end]
                 if message.reader != self.rank:
@@ -106,7 +117,7 @@ class RankGroup:
                 works += [dist.isend(part, group=self._group, group_dst=rank, tag=message.tag) for rank in message.receivers]
 
         def finish() -> None:
-            with _group_failures(None):
+            with self._group_failures(None):
                 for work in works:
                     assert work is not None, "this rank is in the group"
                     work.wait()
@@ -115,7 +126,7 @@ class RankGroup:
 
     def _gather(self, record: object, error: BaseException | None) -> list[object]:
         told: list[object] = [None] * self.size
-        with _group_failures(error):
+        with self._group_failures(error):
             dist.all_gather_object(told, record, group=self._group)
         return told
 
@@ -127,6 +138,18 @@ class RankGroup:
             raise error  # an interrupt of this process stays one, whatever happened elsewhere
         # Also on the rank whose own error it is: what ``dcp.load`` cannot pickle would leave the others waiting.
         raise first[1] from (error if first[0] == self.rank else None)
+
+    @contextmanager
+    def _group_failures(self, error: BaseException | None) -> Iterator[None]:
+        """Turn a failure of the group itself into an error of ours, unless this rank has one of its own, which says more."""
+        try:
+            yield
+        except RuntimeError as failure:  # that is what torch.distributed raises
+            if error is not None:
+                raise error from failure
+            raise CoordinationError(
+                f"the process group failed while {self._doing}", found=str(failure)[:1000], remedy=self._remedy
+            ) from failure
 
 
 class _LoadIsOverError(CoordinationError):
@@ -148,25 +171,10 @@ class _LoadIsOverError(CoordinationError):
         raise CheckpointException("read", failures)
 
 
-@contextmanager
-def _group_failures(error: BaseException | None) -> Iterator[None]:
-    """Turn a failure of the group itself into an error of ours, unless this rank has one of its own, which says more."""
-    try:
-        yield
-    except RuntimeError as failure:  # that is what torch.distributed raises
-        if error is not None:
-            raise error from failure
-        raise CoordinationError(
-            "the process group failed while ranks shared a read",
-            found=str(failure)[:1000],
-            remedy="see why another rank died or did not come in time",
-        ) from failure
-
-
-def _portable(error: BaseException, rank: int) -> DcpEngineError:
+def _portable(error: BaseException, rank: int, doing: str) -> DcpEngineError:
     """What all ranks can unpickle and raise in place of ``error``."""
     if not isinstance(error, DcpEngineError):
-        return RankFailedError("a rank failed while ranks shared a read", rank=rank, found=_text_of(error))
+        return RankFailedError(f"a rank failed while {doing}", rank=rank, found=_text_of(error))
     kind = next(base for base in type(error).__mro__ if base.__module__ == DcpEngineError.__module__)
     assert issubclass(kind, DcpEngineError)
     copy = kind(error.message)

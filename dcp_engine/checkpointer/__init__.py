@@ -1,7 +1,8 @@
 """Checkpoints of a training run: when they are consistent, how a run comes back from them, and what that is worth.
 
 - The calls: ``checkpointer``, ``options``. What is saved: ``parts``; by whom: ``ranks``.
-- Saving: ``saving``, ``cadence`` (when), ``cut`` (whether it is one step), ``record`` and ``recorded`` (what is noted of it).
+- Saving: ``saving``, ``cadence`` (when), ``cut`` (whether it is one step), ``record`` and ``recorded`` (what is noted of it),
+  ``protection`` (of what is copied from a GPU).
 - By rules: ``policies``, ``schedule`` (when to save), ``retention`` (what stays, and whether there is room), ``policy_record``.
 - Coming back: ``restoring``, ``choosing`` (the best step), ``probing``, ``checks``, ``read_back``, ``report``.
 - Both: ``probe`` (a fixed input), ``evaluation`` (what is said of a checkpoint later), ``rng_guard``.

@@ -26,6 +26,15 @@ class Cadence:
         self._put_off: tuple[str, ...] = ()
         self._decided = 0
 
+    @property
+    def is_put_off(self) -> bool:
+        """Whether a save waits for the end of an accumulation cycle."""
+        return bool(self._put_off)
+
+    def forget(self) -> None:
+        """What was put off is saved with the rest, by another call."""
+        self._put_off = ()
+
     def due(self, step: int, state: TrainState | None, *, is_saved: bool) -> tuple[str, ...]:
         """The components to save now: all of the state's, some, or none.
 

@@ -84,7 +84,8 @@ class Checkpointer:
         storage_options, signing_key, encryption_key: of readers and writers.
 
     Attributes:
-        stager: what copies the states. With tensors on a GPU, :meth:`~dcp_engine.staging.DoubleBufferStager.protect` the optimizer with it.
+        stager: what copies the states. Optimizers of a ``TrainState`` on a GPU are protected with it: their next ``step()`` waits, on the
+            device, for the copy. Whatever else changes the tensors has to ``fence()`` with it.
 
     Raises:
         InvalidOptionError: an option is out of range, or the root is somebody else's.
@@ -209,6 +210,7 @@ class Checkpointer:
         state: Any,
         *,
         wait: bool = False,
+        force: bool = False,
         metadata: Mapping[str, Any] | None = None,
         probe: Callable[[], Any] | None = None,
     ) -> SaveHandle | None:
@@ -217,15 +219,20 @@ class Checkpointer:
         A save that falls into an accumulation cycle of a ``TrainState(grads="defer")`` takes place at the first call after the cycle. Of
         components that are due alone a checkpoint of only these is made, which a restore of the whole state passes over.
 
+        Args:
+            force: the whole state is due, whatever the rules say, as after the last step. Nothing is done for a step that this run has
+                saved or has just restored. The rest as for :meth:`save`.
+
         Returns:
             The handle; None where nothing was to be saved.
 
         Raises:
-            InvalidOptionError: there is neither, or ``save_every`` names a component that the state lacks. All else as :meth:`save`.
+            InvalidOptionError: there is neither, nor ``force``; or ``save_every`` names a component that the state lacks. All else as
+                :meth:`save`.
         """
         self._require_open(step)
         parts = Parts(state)
-        due = self._policies.due(step, parts.train_state, is_saved=self._saving.is_saved(step))
+        due = self._policies.due(step, parts.train_state, is_saved=self._saving.is_saved(step), force=force)
         if not due:
             return None
         whole = parts.train_state
@@ -294,12 +301,8 @@ class Checkpointer:
                 remedy="pass missing_ok=True where this is the first start of a run; else look at the path",
             )
         restored = self._restoring.restore(parts, order, may_fall_back=isinstance(step, str), planner=planner)
-        if step == "latest" and components is None:
-            self._saving.resumed(restored.replaceable | lonely)
-        elif components is None and self._ranks.is_first and (newer := [one for one in self._root.steps() if one > restored.info.step]):
-            logger.warning("steps %s are newer than the restored one: this run can save none up to the last of them there", newer)
         if components is None:
-            self._policies.resumed(restored.info.step, restored.record.policies)
+            self._saving.resumed(restored, lonely, is_latest=step == "latest")
         report = report_of(restored, parts, self._ranks, probe=probe, tolerance=probe_tolerance)
         if self._ranks.is_first:
             for line in report.lines():
@@ -352,12 +355,7 @@ class Checkpointer:
     def verify(self, step: int) -> VerifyReport:
         """Check every byte of a step; see :func:`~dcp_engine.storage.verify.verify_checkpoint`. No other rank takes part."""
         options = self._options
-        return verify_checkpoint(
-            self._root.path_of(step),
-            storage_options=options.storage_options,
-            signing_key=options.signing_key,
-            encryption_key=options.encryption_key,
-        )
+        return verify_checkpoint(self._root.path_of(step), encryption_key=options.encryption_key, **options.of_root)
 
     # -- the end ----------------------------------------------------------------------------------------------------------
 
@@ -370,6 +368,7 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        self._policies.close()
         try:
             self._saver.close(timeout_secs)
         finally:

@@ -187,9 +187,11 @@ def _moved(one: Moved) -> Finding:
 
 def _resized(one: Resized) -> Finding:
     text = f"{one.key} was saved by {one.saved_world_size} ranks and there are {one.world_size}: took {one.took}"
-    text += f", dropped those of ranks {list(one.dropped)}" if one.dropped else ""
+    # All that are gone, and not those that this rank would have read: what all ranks say in the same words is told once.
+    gone = [] if one.took == "by function" else list(range(one.world_size, one.saved_world_size))
+    text += f", dropped those of ranks {gone}" if gone else ""
     # Random numbers of a rank that is gone are of no use to anybody; whatever else it kept for itself is lost.
-    lost = one.dropped and one.key != "rng"
+    lost = gone and one.key != "rng"
     severity: Severity = "error" if one.took == "nothing" else "warning" if lost else "note"
     return Finding(kind="resized", component=_component_of(one.key), text=text, severity=severity)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dcp_engine.data import ResumableLoader, ResumableSampler
+from dcp_engine.data import ResumableLoader, ResumableSampler, ResumableStream
 from dcp_engine.train_state import TrainState
 from dcp_engine.train_state.labels import join
 from dcp_engine.train_state.per_rank import PerRank
@@ -24,7 +24,7 @@ from dcp_engine.train_state.scheduling import (
     scheduler_positions,
 )
 
-__all__ = ["Fact", "disagreements_by_fact", "facts_of", "local_disagreements"]
+__all__ = ["Fact", "disagreements_by_fact", "facts_of", "idle_data", "local_disagreements"]
 
 Fact = int | float | str
 
@@ -109,6 +109,25 @@ def disagreements_by_fact(
     return texts | _data_disagreements(facts)
 
 
+def idle_data(state: TrainState) -> tuple[str, ...]:
+    """Positions in the data of which none has ever moved, although the counters say that the run trains, in words.
+
+    That is a loop which iterates a loader past its position: a run that comes back would take the same samples again. Nothing is held
+    against data of which training takes only some.
+    """
+    counters = state.counters
+    taken = {"samples": counters.samples, "micro-batches of this epoch": counters.batch_in_epoch, "updates": counters.step}
+    moved = ", ".join(f"{number} {name}" for name, number in taken.items() if number)
+    positions = {label: consumed for label, part in state.parts("data").items() if (consumed := _consumed(part)) is not None}
+    if not moved or any(positions.values()):
+        return ()
+    return tuple(
+        f"{join('data', label)} has handed out no sample, and the counters say that there were {moved}: iterate ResumableLoader(loader), "
+        "or call consumed() after each batch"
+        for label in positions
+    )
+
+
 def _optimizer_disagreements(facts: Mapping[str, Fact], allowed: set[int]) -> dict[str, str]:
     texts = {}
     for label, taken in _labelled(facts, "optimizer").items():
@@ -156,8 +175,20 @@ def _shared(state: TrainState, component: str) -> dict[str, Any]:
     return {label: part for label, part in state.parts(component).items() if not isinstance(part, PerRank)}
 
 
+def _source(part: Any) -> Any:
+    return part.source if isinstance(part, ResumableLoader) else part
+
+
+def _consumed(part: Any) -> int | None:
+    """Samples since the run's beginning, of this rank or of all; None of somebody else's class."""
+    source = _source(part.value if isinstance(part, PerRank) else part)
+    if isinstance(source, ResumableStream):
+        return int(source.state_dict()["samples_before"]) + source.samples_consumed
+    return source.samples_consumed if isinstance(source, ResumableSampler) else None
+
+
 def _position(part: Any) -> dict[str, Fact]:
-    source = part.source if isinstance(part, ResumableLoader) else part
+    source = _source(part)
     if not isinstance(source, ResumableSampler):
         return {}  # the state of somebody else's class may cost anything to ask for
     state = source.state_dict()

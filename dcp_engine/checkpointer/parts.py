@@ -108,7 +108,9 @@ class Parts:
             DcpEngineError kinds: it does not fit.
         """
         for key, value in self.values.items():
-            if isinstance(value, Stateful):
+            if isinstance(value, TrainState | PartOfState):
+                value.take(loaded[key])  # what it finds is told by the report of the restore, once for all ranks
+            elif isinstance(value, Stateful):
                 value.load_state_dict(loaded[key])
             elif isinstance(self.values, dict):
                 self.values[key] = loaded[key]

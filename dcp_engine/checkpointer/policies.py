@@ -48,14 +48,57 @@ class Policies:
         self._has_schedule = options.when is not None
         self._schedule = Schedule(None if options.when is None else When.of(options.when), ranks)
         self._retention = Retention(root, options)
+        self._is_forced = False
+        self._put_off_step: int | None = None
+        self._has_warned = False
 
-    def due(self, step: int, state: TrainState | None, *, is_saved: bool) -> tuple[str, ...]:
-        """The components to save now: all, some, or none. See :class:`Cadence` and :class:`Schedule`."""
+    def due(self, step: int, state: TrainState | None, *, is_saved: bool, force: bool = False) -> tuple[str, ...]:
+        """The components to save now: all, some, or none. See :class:`Cadence` and :class:`Schedule`.
+
+        Args:
+            step: that training has reached.
+            state: None: one of which nothing is known.
+            is_saved: it has been saved already.
+            force: all are due, whatever the rules say, unless the step is saved.
+        """
+        due = self._due(step, state, is_saved=is_saved, force=force)
+        self._watch(step)
+        return due
+
+    def _due(self, step: int, state: TrainState | None, *, is_saved: bool, force: bool) -> tuple[str, ...]:
+        if force and is_saved:
+            return ()
+        if force or self._is_forced:
+            self._is_forced = state is not None and state.defers_saves and not state.may_save()
+            if self._is_forced:
+                return ()
+            self._cadence.forget()
+            return ("*",) if state is None else state.components
         if not self._has_schedule:
             return self._cadence.due(step, state, is_saved=is_saved)
         if not self._schedule.is_due(step, state):
             return ()
         return ("*",) if state is None else state.components
+
+    def _watch(self, step: int) -> None:
+        """Tell of a save that was put off to the end of its accumulation cycle, where nobody asked at that end: it may wait for ever."""
+        if not (self._is_forced or self._cadence.is_put_off or self._schedule.is_put_off):
+            self._put_off_step, self._has_warned = None, False
+        elif self._put_off_step is None:
+            self._put_off_step = step
+        elif step > self._put_off_step and not self._has_warned:
+            self._has_warned = True
+            self._warn("still waits for the end of an accumulation cycle, and one has ended since")
+
+    def _warn(self, what: str) -> None:
+        if self._ranks.is_first:
+            text = "the save that was due at step %d of %s %s: call maybe_save() after Counters.update(), too"
+            logger.warning(text, self._put_off_step, self._root.path, what)
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        if self._put_off_step is not None:
+            self._warn("was never made, because it was put off to the end of an accumulation cycle")
 
     def saving(self, step: int, metadata: Mapping[str, Any] | None) -> PolicyRecord:
         """A save begins: what is noted in it.

@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 
 from dcp_engine.background.members import members_of
-from dcp_engine.errors import CoordinationError
+from dcp_engine.errors import CoordinationError, UsageError
 from dcp_engine.storage.rank_group import RankGroup
 
 __all__ = ["Ranks"]
+
+_DOING = "ranks agreed on a save or a restore"
+_REMEDY = "call save() and restore() on all ranks alike, in the same order; else see why another rank died or did not come in time"
 
 _Value = TypeVar("_Value")
 
@@ -78,6 +81,20 @@ class Ranks:
         members = [dist.get_global_rank(self.group, rank) for rank, name in enumerate(nodes) if name == node]
         return Ranks(_new_group(members, timeout_secs), nodes.index(node))
 
+    def require_whole_job(self) -> None:
+        """Refuse what was made before the job's ranks knew each other: each of them would take itself for the whole job.
+
+        Raises:
+            UsageError: says so.
+        """
+        if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UsageError(
+                "the checkpointer was made before the process group: this rank would save as if it were alone",
+                expected="init_process_group(), then Checkpointer(...)",
+                found=f"a process group of {dist.get_world_size()} ranks by now",
+                rank=dist.get_rank(),
+            )
+
     @property
     def is_first(self) -> bool:
         """Whether this is the lowest of them."""
@@ -113,7 +130,7 @@ class Ranks:
             told = _Told(make())
         except Exception as failure:  # noqa: BLE001  whatever it is, it is told to all
             error = failure
-        return [one.value for one in RankGroup(self.group).exchange(told, error, _Told)]
+        return [one.value for one in RankGroup(self.group, doing=_DOING, remedy=_REMEDY).exchange(told, error, _Told)]
 
     def agree(self, error: Exception | None) -> None:
         """Go on if no rank has an error.
@@ -122,7 +139,7 @@ class Ranks:
             DcpEngineError: of the lowest rank that has one, on all of them.
         """
         if self.group is not None:
-            RankGroup(self.group).agree(error)
+            RankGroup(self.group, doing=_DOING, remedy=_REMEDY).agree(error)
         elif error is not None:
             raise error
 
@@ -142,7 +159,7 @@ class Ranks:
         try:
             dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as error:  # that is what torch.distributed raises
-            raise CoordinationError("the ranks that save have lost each other", found=str(error)[:1000]) from error
+            raise CoordinationError("the ranks that save have lost each other", found=str(error)[:1000], remedy=_REMEDY) from error
         return int(number.item())
 
     def close(self) -> None:

@@ -106,6 +106,7 @@ class Restoring:
 
     def order(self, step: int | str) -> tuple[list[int], frozenset[int]]:
         """The steps to try, the same on all ranks; and those that only some nodes hold."""
+        self._ranks.require_whole_job()
         if isinstance(step, bool) or not (isinstance(step, int) or step in ("latest", "best")):
             raise InvalidOptionError("this is no step to restore", expected='"latest", "best" or a number', found=repr(step)[:300])
         there, lonely = self.steps()

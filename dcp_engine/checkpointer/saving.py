@@ -11,15 +11,17 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_engine.background import BackgroundSaver, SaveHandle
 from dcp_engine.background.cut import Cut, require_one_step
-from dcp_engine.checkpointer.cut import local_disagreements
+from dcp_engine.checkpointer.cut import idle_data, local_disagreements
 from dcp_engine.checkpointer.options import CheckpointerOptions
 from dcp_engine.checkpointer.parts import Parts
 from dcp_engine.checkpointer.policies import Policies
 from dcp_engine.checkpointer.policy_record import PolicyRecord
 from dcp_engine.checkpointer.probing import probed
+from dcp_engine.checkpointer.protection import Protection
 from dcp_engine.checkpointer.ranks import Ranks
 from dcp_engine.checkpointer.record import SaveRecord
 from dcp_engine.checkpointer.recorded import Recorded, recorded
+from dcp_engine.checkpointer.restoring import Restored
 from dcp_engine.errors import CheckpointExistsError, DcpEngineError, InvalidOptionError, RankFailedError, SaverBusyError
 from dcp_engine.storage import EpochClaim, RunRoot, ShardWriter
 from dcp_engine.storage.steps import find_steps
@@ -67,19 +69,33 @@ class Saving:
         self._ranks = ranks
         self._members = members
         self._saver = saver
+        self._protection = Protection(saver.stager)
         self._policies = policies
         self._planner = planner
         self._start: _Start | None = None
         self._replaceable: set[int] = set()
+        self._restored: int | None = None
         self._handles: list[SaveHandle] = []
         self._saved: set[int] = set()
 
-    def resumed(self, replaceable: frozenset[int]) -> None:
-        """The run goes on behind these steps, which are damaged or hold a part only: it comes to them again, and replaces them."""
-        self._replaceable = set(replaceable)
+    def resumed(self, restored: Restored, lonely: frozenset[int], *, is_latest: bool) -> None:
+        """The run goes on behind this step.
+
+        Args:
+            restored: the step. Those that are damaged or hold a part only it comes to again, and replaces them.
+            lonely: steps that only some nodes hold: likewise.
+            is_latest: whether it is the newest good one. Else newer ones stay, and are told.
+        """
+        self._restored = restored.info.step
+        if is_latest:
+            self._replaceable = set(restored.replaceable | lonely)
+        elif self._ranks.is_first and (newer := [step for step in self._root.steps() if step > self._restored]):
+            logger.warning("steps %s are newer than the restored one: this run can save none up to the last of them there", newer)
+        self._policies.resumed(self._restored, restored.record.policies)
 
     def save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None, probe: Callable[[], Any] | None) -> SaveHandle:
         """See ``Checkpointer.save``."""
+        self._ranks.require_whole_job()
         policies = self._policies.saving(step, metadata)
         skipped = self._skipped(step)
         if skipped is not None:
@@ -92,6 +108,8 @@ class Saving:
             noted = self._recorded(parts, step, probe)
             cut = self._cut(parts, noted)
             writer = self._writer(step, parts, noted, policies, metadata)
+            for one in parts.whole_states.values():
+                self._protection.protect(one)
         except Exception as error:
             self._tell(error, step)
             raise
@@ -107,9 +125,9 @@ class Saving:
         return handle
 
     def is_saved(self, step: int) -> bool:
-        """Whether this run has saved the step, or is about to."""
+        """Whether this run has saved the step, as a whole or in part, is about to, or has just come back from it."""
         self._settle()
-        return step in self._saved or any(step == handle.step for handle in self._handles)
+        return step == self._restored or step in self._saved or any(step == handle.step for handle in self._handles)
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 
@@ -199,6 +217,7 @@ class Saving:
         faults: tuple[str, ...] = ()
         if state is not None:
             faults = local_disagreements(noted.facts, scheduler_counts=state.scheduler_counts, optimizer_counts=state.optimizer_counts)
+            faults += idle_data(state)
         cut = Cut(noted.facts, faults)
         if self._ranks.size == 1:
             require_one_step([cut])  # now, and not in the background; of several ranks all are told at once

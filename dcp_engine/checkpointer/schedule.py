@@ -50,6 +50,11 @@ class Schedule:
         """As it is now."""
         return self._pace.at(self._clock())
 
+    @property
+    def is_put_off(self) -> bool:
+        """Whether a save waits for the end of an accumulation cycle."""
+        return self._is_put_off
+
     def resumed(self, step: int, record: PolicyRecord) -> None:
         """The run goes on behind this step, with what its checkpoint knows of the time before."""
         self._pace = record.pace(step).at(self._clock())

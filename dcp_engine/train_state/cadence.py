@@ -76,7 +76,15 @@ class PartOfState:
         Raises:
             KeyMismatchError: one is missing.
         """
+        self._state.load_state_dict(self._completed(state_dict))
+
+    def take(self, state_dict: Mapping[str, Any]) -> None:
+        """:meth:`load_state_dict` for a caller that tells what was found itself."""
+        self._state.take(self._completed(state_dict))
+
+    def _completed(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """With the other components as they are."""
         missing = tuple(sorted(set(self._components) - state_dict.keys()))
         if missing:
             raise KeyMismatchError("components are missing", missing=missing)
-        self._state.load_state_dict({**self._state.state_dict(), **{name: state_dict[name] for name in self._components}})
+        return {**self._state.state_dict(), **{name: state_dict[name] for name in self._components}}

@@ -258,7 +258,7 @@ class TrainState:
         self._stored = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a state that :meth:`state_dict` gave, here or elsewhere; :attr:`report` says what was found.
+        """Take up a state that :meth:`state_dict` gave, here or elsewhere; :attr:`report`, and the log, say what was found.
 
         Everything is checked before anything is changed. Tensors of other states are copied.
 
@@ -267,6 +267,11 @@ class TrainState:
             StateError kinds: what is stored does not fit.
             InvalidOptionError: it is no state.
         """
+        for line in self.take(state_dict).lines():
+            logger.warning("the restored training state: %s", line)
+
+    def take(self, state_dict: Mapping[str, Any]) -> TrainStateReport:
+        """:meth:`load_state_dict` for a caller that tells what was found itself."""
         if not isinstance(state_dict, Mapping):
             raise InvalidOptionError("this is no state", expected="what state_dict() gave", found=repr(state_dict)[:300])
         self._stored = None
@@ -296,8 +301,7 @@ class TrainState:
             resized=tuple(resized),
             disagreements=self.disagreements(),
         )
-        for line in self.report.lines():
-            logger.warning("the restored training state: %s", line)
+        return self.report
 
     # -- checks -----------------------------------------------------------------------------------------------------------
 

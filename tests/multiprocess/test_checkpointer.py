@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from support.runs import Run
 from dcp_engine import Checkpointer, RestoreLevel, RunRoot, ShardReader
 from dcp_engine.errors import (
     CheckpointExistsError,
+    CoordinationError,
     DcpEngineError,
     FencedError,
     InvalidOptionError,
@@ -23,6 +27,7 @@ from dcp_engine.errors import (
     SaverBusyError,
     StateError,
     UnencodableObjectError,
+    UsageError,
 )
 
 
@@ -388,3 +393,61 @@ def test_what_a_checkpointer_saved_loads_without_one(ranks: RankPool, tmp_path: 
     root = str(tmp_path / "run")
     ranks.run(2, train_and_save, root, 4, 4)
     assert ranks.run(2, load_with_dcp, root) == [4, 4]
+
+
+def save_on_one_rank_alone(root: str) -> Any:
+    run = Run()
+    run.train(1)
+    with Checkpointer(root, timeout_secs=2.0) as checkpointer:
+        if dist.get_rank() == 0:
+            return outcome(lambda: checkpointer.save(1, run.state))
+        time.sleep(4.0)
+        return None
+
+
+def test_a_save_to_which_not_all_ranks_come_says_that_all_have_to(ranks: RankPool, tmp_path: Path) -> None:
+    error = ranks.run(2, save_on_one_rank_alone, str(tmp_path / "run"))[0]
+    assert isinstance(error, CoordinationError)
+    assert "the process group failed while ranks agreed on a save or a restore" in str(error)
+    assert "call save() and restore() on all ranks alike" in str(error)
+
+
+def train_where_the_checkpointer_was_made_first(root: str) -> list[Any]:
+    run = Run()
+    run.train(1)
+    with mock.patch.object(dist, "is_initialized", return_value=False):  # as before init_process_group
+        checkpointer = Checkpointer(root)
+    with checkpointer:
+        return [outcome(lambda: checkpointer.save(1, run.state)), outcome(lambda: checkpointer.restore(run.state, missing_ok=True))]
+
+
+def test_a_checkpointer_made_before_the_process_group_says_so(ranks: RankPool, tmp_path: Path) -> None:
+    for errors in ranks.run(2, train_where_the_checkpointer_was_made_first, str(tmp_path / "run")):
+        for error in errors:
+            assert isinstance(error, UsageError)
+            assert "made before the process group" in str(error)
+            assert "init_process_group(), then Checkpointer(...)" in str(error)
+    assert not (tmp_path / "run").exists()
+
+
+def notes_on_fewer_ranks(root: str) -> tuple[list[Any], list[str]]:
+    run, told = Run(seed=1), []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcp_engine").addHandler(handler)
+    try:
+        with Checkpointer(root) as checkpointer:
+            report = checkpointer.restore(run.state)
+    finally:
+        logging.getLogger("dcp_engine").removeHandler(handler)
+    assert report is not None
+    return [finding for finding in report.findings if finding.kind == "resized"], [text for text in told if "rng" in text]
+
+
+def test_random_numbers_that_fewer_ranks_drop_are_told_once(ranks: RankPool, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    ranks.run(4, train_quietly, root, 1)
+    text = "rng was saved by 4 ranks and there are 2: took by rank, dropped those of ranks [2, 3]"
+    for findings, told in ranks.run(2, notes_on_fewer_ranks, root):
+        assert [(finding.text, finding.rank) for finding in findings] == [(text, None)]
+        assert told in ([], [f"note: rng: {text}"])  # the first rank's report, where that level is shown

@@ -325,3 +325,31 @@ def test_a_root_may_be_in_an_object_store() -> None:
             report = checkpointer.restore(other.state, step)
             assert report is not None
             assert (report.step, report.quality, other.counters.step) == (found, "bitwise", found)
+
+
+def test_data_that_are_iterated_past_their_position_are_refused(tmp_path: Path) -> None:
+    run = Run()
+    run.loader = run.loader._loader  # type: ignore[assignment]  # as in a script that forgets ResumableLoader
+    run.train(3)
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(MixedStepsError, match="data has handed out no sample, and the counters say that there were 24 samples"),
+    ):
+        checkpointer.save(3, run.state)
+    assert RunRoot(tmp_path).steps() == []
+
+
+def test_the_last_step_is_saved_once_however_often_it_is_forced(tmp_path: Path) -> None:
+    run = Run()
+    with Checkpointer(tmp_path, save_every=2) as checkpointer:
+        for _ in range(3):
+            run.train(1)
+            checkpointer.maybe_save(run.counters.step, run.state, force=run.counters.step == 3)
+        assert checkpointer.maybe_save(3, run.state, force=True) is None
+    assert RunRoot(tmp_path).steps() == [2, 3]
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore(run.state)
+        assert checkpointer.maybe_save(3, run.state, force=True) is None
+        run.train(1)
+        assert checkpointer.maybe_save(4, run.state, force=True) is not None
+    assert RunRoot(tmp_path).steps() == [2, 3, 4]

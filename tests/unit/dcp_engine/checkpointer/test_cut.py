@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dcp_engine import Counters, PerRank, ResumableLoader, ResumableSampler, TrainState
-from dcp_engine.checkpointer.cut import Fact, disagreements_by_fact, facts_of, local_disagreements
+from dcp_engine.checkpointer.cut import Fact, disagreements_by_fact, facts_of, idle_data, local_disagreements
+from dcp_engine.data import ResumableStream, StreamSource
 
 
 def trained(num_steps: int, **parts: Any) -> TrainState:
@@ -219,3 +220,46 @@ def test_live_state_that_is_torn_is_named() -> None:
     assert disagreements_by_fact(facts_of(state, 4), optimizer_counts=None) == {
         "data.samples_consumed": "data has handed out 20 samples, and the counters say 16: a batch of 4 apart"
     }
+
+
+def read_one_shard(shard: str, offset: int) -> Iterator[tuple[int, int]]:
+    yield from ((number, number + 1) for number in range(offset, 40))
+
+
+def stream_of(num_taken: int) -> ResumableStream:
+    stream = ResumableStream({"text": StreamSource(shards=["a"], read=read_one_shard)}, rank=0, world_size=1)
+    for _ in zip(range(num_taken), stream, strict=False):
+        pass
+    return stream
+
+
+def counted(data: Any, **counts: int) -> TrainState:
+    return TrainState(data=data, counters=Counters(**counts))
+
+
+@pytest.mark.parametrize(
+    ("counts", "moved"),
+    [
+        ({"samples": 12, "step": 3}, "12 samples, 3 updates"),
+        ({"batch_in_epoch": 2}, "2 micro-batches of this epoch"),
+        ({"step": 3}, "3 updates"),
+    ],
+)
+def test_position_that_never_moved_while_the_counters_did_is_told(counts: dict[str, int], moved: str) -> None:
+    sampler = ResumableSampler(40, batch_size=4)
+    told = f"has handed out no sample, and the counters say that there were {moved}: iterate ResumableLoader(loader), or call consumed()"
+    told += " after each batch"
+    loader = ResumableLoader(DataLoader(list(range(40)), batch_sampler=sampler))
+    for data in (sampler, loader, PerRank(sampler), PerRank(stream_of(0))):
+        assert idle_data(counted(data, **counts)) == (f"data {told}",)
+    assert idle_data(counted({"train": sampler, "other": stream_of(0)}, **counts)) == (f"data.train {told}", f"data.other {told}")
+
+
+def test_position_that_moved_is_held_against_nothing() -> None:
+    still, moved = ResumableSampler(40, batch_size=4), ResumableSampler(40, batch_size=4)
+    moved.consumed()
+    for data in (moved, PerRank(stream_of(1)), {"train": moved, "validation": still}):
+        assert idle_data(counted(data, samples=8, step=2)) == ()
+    assert idle_data(counted(still)) == ()
+    assert idle_data(counted(PerRank([0]), samples=8, step=2)) == ()
+    assert idle_data(TrainState(counters=Counters(step=2))) == ()
