@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 
@@ -17,11 +18,13 @@ def test_descriptors_threads_and_memory_are_seen() -> None:
     ends = threading.Event()
     thread = threading.Thread(target=ends.wait)
     thread.start()
-    held = bytearray(os.urandom(64 * MEGABYTE))
+    held = mmap.mmap(-1, 64 * MEGABYTE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # malloc might have pages left from earlier tests
+    held.write(bytes(len(held)))
     found = usage()
     assert found.descriptors - before.descriptors == 2
     assert found.threads - before.threads == 1
     assert found.memory_bytes - before.memory_bytes > 0.9 * len(held)
+    held.close()
     ends.set()
     thread.join()
     os.close(reading)

@@ -33,7 +33,11 @@ def test_function_and_arguments_are_told() -> None:
     assert target_of(Trainer.train).qualname == "Trainer.train"
 
 
-@pytest.mark.parametrize("make_run", [lambda run: None, Trainer(), Trainer().__call__, 3, print], ids=["lambda", "object", "bound call", "number", "builtin"])
+@pytest.mark.parametrize(
+    "make_run",
+    [lambda run: None, Trainer(), Trainer().__call__, 3, print],
+    ids=["lambda", "object", "bound call", "number", "builtin"],
+)
 def test_function_that_cannot_be_found_is_refused(make_run: Any) -> None:
     with pytest.raises(InvalidOptionError, match="cannot find"):
         target_of(make_run)
